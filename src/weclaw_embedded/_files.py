@@ -1,0 +1,561 @@
+"""The only door to the operating system's files: read, write, sync, lock, create.
+
+Everything that is easy to get wrong about a file is dealt with in here, so that it is never the
+caller's business: short reads and writes, interrupted calls, buffers past IOV_MAX, F_FULLFSYNC,
+the sync of a directory after a name changed in it, and the several ways of saying "full".
+
+Invariants:
+
+* A full disk, quota or file size limit is `DiskFullError`; every other failure is the plain
+  `OSError`, and what that means (a store that has failed) is for the layer above to say.
+* Locks are open-file-description locks: they belong to the descriptor's open file, not to the
+  process or thread, die with it, and need no pids.  One byte each.  On systems without them
+  (macOS) POSIX record locks stand in: there, closing *any* descriptor of the file in the process
+  drops them, and `is_locked` can't see locks of its own process.
+* Call these as `_files.write_at(...)`: tests put doubles in their place, to fill the disk, fail
+  a sync or lose what wasn't synced.
+
+It must not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
+
+from .errors import DiskFullError
+
+__all__ = [
+    "Bytes",
+    "allocated",
+    "close",
+    "create_whole",
+    "disk_sequence",
+    "drop_cache",
+    "identity",
+    "is_locked",
+    "is_network_file_system",
+    "lock",
+    "make_fifo",
+    "match_owner_and_mode",
+    "open_ro",
+    "open_rw",
+    "punch",
+    "read_at",
+    "replace",
+    "size",
+    "sync_all",
+    "sync_data",
+    "sync_dir",
+    "truncate",
+    "try_lock",
+    "unlink",
+    "unlock",
+    "write_at",
+    "zero_fill",
+]
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_IOV_MAX = 1024
+_MAX_CALL = 0x7FFFF000  # Linux reads and writes at most this much in one call
+_ZEROS = bytes(1 << 20)
+_STALE_TEMPORARY_S = 3600.0
+
+# File systems on which locks, shared memory or syncs don't mean what they mean on a local disk.
+# fmt: off
+_NETWORK_TYPES = frozenset({
+    "9p", "afs", "ceph", "cifs", "coda", "davfs", "gfs", "gfs2", "glusterfs", "lustre", "ncpfs",
+    "nfs", "nfs3", "nfs4", "ocfs2", "smb3", "smbfs",
+    "fuse.ceph", "fuse.cephfs", "fuse.davfs", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs",
+    "fuse.moosefs", "fuse.rclone", "fuse.s3fs", "fuse.smbnetfs", "fuse.sshfs",
+})
+# fmt: on
+
+
+def _fail(error: OSError, what: str, fd: int) -> NoReturn:
+    """Raise DiskFullError for every way of saying full, and `error` itself for the rest."""
+    if error.errno in _FULL:
+        limit = "the file size limit" if error.errno == errno.EFBIG else "the disk or quota"
+        raise DiskFullError(
+            f"{what} failed: {limit} is reached ({error.strerror}) for {_name_of(fd)}; what the "
+            f"file held is still there; make room and try again"
+        ) from error
+    raise error
+
+
+def _name_of(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return f"descriptor {fd}"
+
+
+# Opening ------------------------------------------------------------------------------------
+
+
+def open_rw(path: str) -> int:
+    """Open an existing file to read and write; the descriptor isn't inherited."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def open_ro(path: str) -> int:
+    """Open an existing file to read; the descriptor isn't inherited."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def close(fd: int) -> None:
+    """Close a descriptor and with it release its locks."""
+    os.close(fd)
+
+
+# Reading and writing ------------------------------------------------------------------------
+
+
+def read_at(fd: int, n: int, offset: int) -> bytes:
+    """Read `n` bytes at `offset`; fewer only where the file ends."""
+    data = os.pread(fd, n, offset)
+    if len(data) == n or not data:
+        return data
+    pieces = [data]
+    got = len(data)
+    while got < n:
+        data = os.pread(fd, n - got, offset + got)
+        if not data:
+            break
+        pieces.append(data)
+        got += len(data)
+    return b"".join(pieces)
+
+
+def write_at(fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+    """Write all of `buffers`, one after the other, at `offset`; return how many bytes that was.
+
+    Raises DiskFullError when there is no room, OSError otherwise; part may have been written.
+    """
+    try:
+        if len(buffers) == 1:
+            buffer = buffers[0]
+            written = os.pwrite(fd, buffer, offset)
+            if written == len(buffer):
+                return written
+        else:
+            written = 0
+        return _write_rest(fd, buffers, offset, written)
+    except OSError as error:
+        _fail(error, "writing", fd)
+
+
+def _write_rest(fd: int, buffers: Sequence[Bytes], offset: int, written: int) -> int:
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    total = sum(len(view) for view in views)
+    first = 0
+    skip = written  # bytes of views[first:] that are written already
+    while True:
+        while first < len(views) and skip >= len(views[first]):
+            skip -= len(views[first])
+            first += 1
+        if first == len(views):
+            return total
+        batch = views[first : first + _IOV_MAX]
+        if skip:
+            batch[0] = batch[0][skip:]
+        got = os.pwritev(fd, batch, offset + written)
+        if got == 0:
+            raise OSError(errno.EIO, "a write of some bytes wrote none")
+        written += got
+        skip += got
+
+
+def zero_fill(fd: int, offset: int, n: int) -> None:
+    """Fill a range with real zeros, so that writing it later changes no metadata.
+
+    When that fails while it extends the file, the file gets its old size back.
+    """
+    before = os.fstat(fd).st_size
+    done = 0
+    try:
+        while done < n:
+            step = min(n - done, len(_ZEROS))
+            chunk = _ZEROS if step == len(_ZEROS) else memoryview(_ZEROS)[:step]
+            done += os.pwrite(fd, chunk, offset + done)
+    except BaseException as error:
+        if offset + n > before:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, before)
+        if isinstance(error, OSError):
+            _fail(error, "filling with zeros", fd)
+        raise
+
+
+def punch(fd: int, offset: int, n: int) -> bool:
+    """Give the space of a range back to the file system; it reads as zeros afterwards.
+
+    False where the file system can't.
+    """
+    if sys.platform != "linux":
+        return False
+    keep_size_punch_hole = 0x01 | 0x02
+    fallocate = _libc("fallocate64") or _libc("fallocate")
+    if fallocate is None:
+        return False
+    wide = ctypes.c_longlong
+    return bool(fallocate(fd, keep_size_punch_hole, wide(offset), wide(n)) == 0)
+
+
+def truncate(fd: int, n: int) -> None:
+    """Set the file's size."""
+    try:
+        os.ftruncate(fd, n)
+    except OSError as error:
+        _fail(error, "setting the size", fd)
+
+
+def size(fd: int) -> int:
+    """The file's size in bytes."""
+    return os.fstat(fd).st_size
+
+
+def allocated(fd: int) -> int:
+    """The bytes the file takes from its file system, holes not counted."""
+    return os.fstat(fd).st_blocks * 512
+
+
+# Durability ---------------------------------------------------------------------------------
+
+if sys.platform == "darwin":
+
+    def sync_data(fd: int) -> None:
+        """Return when the file's contents are on stable storage."""
+        # fsync() there only hands the bytes to the drive.
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                _fail(error, "syncing", fd)
+            os.fsync(fd)
+
+    sync_all = sync_data
+
+else:
+
+    def sync_data(fd: int) -> None:
+        """Return when the file's contents are on stable storage."""
+        try:
+            os.fdatasync(fd)
+        except OSError as error:
+            _fail(error, "syncing", fd)
+
+    def sync_all(fd: int) -> None:
+        """Return when the file's contents and attributes are on stable storage."""
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            _fail(error, "syncing", fd)
+
+
+def sync_dir(path: str) -> None:
+    """Return when the names in a directory are on stable storage."""
+    fd = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some file systems have nothing to sync there and say so.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def drop_cache(fd: int, offset: int, n: int) -> None:
+    """Ask the kernel to forget its cached copy of a range (0 bytes: to the end).
+
+    So that the next read comes from the disk.  It forgets only what is clean: sync first.
+    """
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
+
+
+# Names --------------------------------------------------------------------------------------
+
+
+def create_whole(
+    path: str,
+    content_writer: Callable[[int], None],
+    mode: int = 0o600,
+    *,
+    replace_empty: bool = False,
+) -> None:
+    """Make a new file that appears under its name whole and durable, or not at all.
+
+    `content_writer` is called with the descriptor of a temporary file beside it.  Raises
+    FileExistsError when the name is taken; with `replace_empty` a file of no bytes is not in
+    the way (the caller sees to it that nobody else is creating it meanwhile).
+    """
+    directory, name = os.path.split(path)
+    directory = directory or "."
+    _remove_stale_temporaries(directory, name)
+    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        fd = os.open(temporary, flags, mode)
+    except OSError as error:
+        _fail(error, "creating a file", -1)
+    try:
+        os.fchmod(fd, mode)
+        content_writer(fd)
+        sync_all(fd)
+        if replace_empty and _is_empty_file(path):
+            os.replace(temporary, path)
+        else:
+            _link_into_place(temporary, path)
+        sync_dir(directory)
+    except OSError as error:
+        _fail(error, "creating a file", fd)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _is_empty_file(path: str) -> bool:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == 0
+
+
+def _link_into_place(temporary: str, path: str) -> None:
+    try:
+        os.link(temporary, path)
+        return
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    # No hard links here (FAT, some FUSE).  Claim the name, then move over our own claim: after
+    # a crash between the two an empty file is left, which counts as new.
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    os.replace(temporary, path)
+
+
+def _remove_stale_temporaries(directory: str, name: str) -> None:
+    """Remove what a creator that was killed left behind, long enough ago to be sure."""
+    pattern = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.tmp")
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(directory):
+            if pattern.fullmatch(entry):
+                leftover = os.path.join(directory, entry)
+                with contextlib.suppress(OSError):
+                    if time.time() - os.stat(leftover).st_mtime > _STALE_TEMPORARY_S:
+                        os.unlink(leftover)
+
+
+def replace(source: str, path: str) -> None:
+    """Move a file over another's name, durably."""
+    os.replace(source, path)
+    sync_dir(os.path.dirname(path))
+
+
+def unlink(path: str) -> None:
+    """Remove a name if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def make_fifo(path: str, mode: int = 0o600) -> None:
+    """Make a named pipe with exactly this mode."""
+    os.mkfifo(path, mode)
+    os.chmod(path, mode)
+
+
+def match_owner_and_mode(path: str, like_fd: int) -> None:
+    """Give a file or directory beside ours the owner and mode of ours, as far as we may.
+
+    A directory can be entered by whoever can read the file.
+    """
+    like = os.fstat(like_fd)
+    have = os.stat(path)
+    if (have.st_uid, have.st_gid) != (like.st_uid, like.st_gid):
+        with contextlib.suppress(PermissionError):
+            os.chown(path, like.st_uid, like.st_gid)
+    mode = stat.S_IMODE(like.st_mode) & 0o777
+    if stat.S_ISDIR(have.st_mode):
+        mode |= (mode & 0o444) >> 2
+    if stat.S_IMODE(have.st_mode) != mode:
+        with contextlib.suppress(PermissionError):
+            os.chmod(path, mode)
+
+
+# What a file is -----------------------------------------------------------------------------
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_BTIME = 0x800
+_STATX_MNT_ID = 0x1000
+_STATX_MNT_ID_UNIQUE = 0x4000
+
+
+def _libc(name: str) -> Callable[..., int] | None:
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    return function
+
+
+def _statx(target: int | str, mask: int) -> bytes | None:
+    """The raw answer of statx(2), which Python's os module doesn't give on all our versions."""
+    call = _libc("statx") if sys.platform == "linux" else None
+    if call is None:
+        return None
+    answer = ctypes.create_string_buffer(256)
+    if isinstance(target, int):
+        failed = call(target, b"", _AT_EMPTY_PATH, mask, answer)
+    else:
+        failed = call(-100, os.fsencode(target), 0, mask, answer)
+    return None if failed else answer.raw
+
+
+def identity(target: int | str) -> tuple[int, int, int]:
+    """(device, inode, birth time in ns or 0) of an open descriptor or a path."""
+    found = os.stat(target)
+    birth_ns = 0
+    answer = _statx(target, _STATX_BTIME)
+    if answer is not None and struct.unpack_from("<I", answer)[0] & _STATX_BTIME:
+        seconds, nanoseconds = struct.unpack_from("<qI", answer, 80)
+        birth_ns = seconds * 10**9 + nanoseconds
+    elif sys.platform == "darwin":
+        birth_ns = int(found.st_birthtime * 1e9)
+    return found.st_dev, found.st_ino, birth_ns
+
+
+def disk_sequence(target: int | str) -> int:
+    """A number that changes when the disk under the file was swapped or set back.
+
+    The kernel's sequence number of the block device; where there is none the mount's id; 0
+    where there is neither.
+    """
+    device = os.stat(target).st_dev
+    base = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    for name in (f"{base}/diskseq", f"{base}/../diskseq"):  # the second: of a partition's disk
+        with contextlib.suppress(OSError, ValueError), open(name, encoding="ascii") as file:
+            return int(file.read())
+    for mask in (_STATX_MNT_ID_UNIQUE, _STATX_MNT_ID):
+        answer = _statx(target, mask)
+        if answer is not None and struct.unpack_from("<I", answer)[0] & mask:
+            return int(struct.unpack_from("<Q", answer, 144)[0])
+    return 0
+
+
+def is_network_file_system(path: str) -> bool:
+    """Whether a path (or, if it isn't there yet, its folder) lies on a file system of another
+    machine, where locks and shared memory don't reach the other users.
+    """
+    path = os.path.realpath(path)
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    try:
+        device = os.stat(path).st_dev
+        with open("/proc/self/mountinfo", "rb") as file:
+            lines = file.read().decode("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return False
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    best: tuple[bool, int] = (False, -1)
+    kind = ""
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        parts = fields.split()
+        if len(parts) < 5 or not rest:
+            continue
+        place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), parts[4])
+        if path == place or path.startswith(place.rstrip("/") + "/"):
+            # The device decides; the longest mount point does where devices don't match up
+            # (btrfs subvolumes).  Of two mounts at one place the later is on top.
+            rank = (parts[2] == wanted, len(place))
+            if rank >= best:
+                best, kind = rank, rest.split()[0]
+    return kind in _NETWORK_TYPES
+
+
+# Locks --------------------------------------------------------------------------------------
+
+_OFD = sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK") and struct.calcsize("P") == 8
+_F_OFD_GETLK, _F_OFD_SETLK, _F_OFD_SETLKW = 36, 37, 38
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid (must be 0)
+_BUSY = frozenset({errno.EAGAIN, errno.EACCES})
+_requests: dict[tuple[int, int], bytes] = {}
+
+
+def _request(kind: int, start: int) -> bytes:
+    request = _requests.get((kind, start))
+    if request is None:
+        if len(_requests) > 1024:
+            _requests.clear()
+        request = _requests[kind, start] = _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0)
+    return request
+
+
+def try_lock(fd: int, start: int, exclusive: bool) -> bool:
+    """Lock the byte at `start` if nobody else's lock is in the way; say whether it worked.
+
+    A lock this descriptor already has there is changed to the kind asked for.
+    """
+    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+    try:
+        if _OFD:
+            fcntl.fcntl(fd, _F_OFD_SETLK, _request(kind, start))
+        else:
+            operation = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+            fcntl.lockf(fd, operation | fcntl.LOCK_NB, 1, start)
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
+def lock(fd: int, start: int, exclusive: bool) -> None:
+    """Lock the byte at `start`, waiting for those in the way.
+
+    A signal's handler runs while it waits; if that raises (Ctrl-C), the lock isn't taken.
+    """
+    if _OFD:
+        kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+        fcntl.fcntl(fd, _F_OFD_SETLKW, _request(kind, start))
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, 1, start)
+
+
+def unlock(fd: int, start: int) -> None:
+    """Release the byte at `start`."""
+    if _OFD:
+        fcntl.fcntl(fd, _F_OFD_SETLK, _request(fcntl.F_UNLCK, start))
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, start)
+
+
+def is_locked(fd: int, start: int) -> bool:
+    """Whether somebody else's open file holds any lock on the byte at `start`."""
+    if _OFD:
+        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _request(fcntl.F_WRLCK, start))
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
+    except OSError as error:
+        if error.errno in _BUSY:
+            return True
+        raise
+    fcntl.lockf(fd, fcntl.LOCK_UN, 1, start)
+    return False
