@@ -1,0 +1,296 @@
+"""Disks: full ones, read-only ones, and the space that settled messages give back."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from tests.helpers.faults import fill, read_only, small_disk
+from tests.helpers.processes import Child
+from tests.helpers.queues import disk_bytes, drain, eventually, scratch
+
+import weclaw_embedded as weclaw
+
+MIB = 2**20
+
+
+def put_until_full(q, size=50_000, limit=1000):
+    """Bodies whose put returned, and the number of the one that raised."""
+    returned = []
+    for n in range(limit):
+        body = n.to_bytes(4, "big") * (size // 4)
+        try:
+            q.put(body)
+        except weclaw.DiskFullError:
+            return returned, n
+        returned.append(body)
+    raise AssertionError("the disk was never full")
+
+
+def test_case_18_a_full_disk_refuses_puts_and_lets_work_go_on(tmp_path):
+    """Case 18: on a 4 MB disk what raised is never delivered, what returned is, acks work."""
+    with small_disk(tmp_path / "disk", 4 * MIB) as disk:
+        q = weclaw.Queue(disk / "tasks.wq", retry=weclaw.RetryPolicy(backoff=0.0))
+        try:
+            returned, refused = put_until_full(q)
+            assert len(returned) >= 5
+            with pytest.raises(weclaw.DiskFullError):
+                q.put(bytes(MIB))
+            with pytest.raises(weclaw.DiskFullError):
+                q.put_many([bytes(100_000)] * 20)
+            assert q.stats().ready == len(returned)
+            msg = q.get(block=False)
+            msg.nack()
+            msg = q.get(block=False)
+            assert msg.retry_count == 1
+            msg.fail("no room")
+            assert len(q.dlq) == 1
+            assert drain(q) == returned[1:]
+            # All of it is settled: the next put in the same process finds room.
+            q.put(b"after")
+            assert drain(q) == [b"after"]
+        finally:
+            q.close()
+        q = weclaw.Queue(disk / "tasks.wq")
+        try:
+            assert [x.body for x in q.dlq] == returned[:1]
+            assert drain(q) == []
+            assert q.stats().settled == len(returned)
+        finally:
+            q.close()
+
+
+def test_case_18_every_last_byte_taken_by_others(tmp_path):
+    """Case 18: with not a byte left opening, get, ack, nack and fail work; put when there is."""
+    with small_disk(tmp_path / "disk", 16 * MIB) as disk:
+        path = disk / "tasks.wq"
+        q = weclaw.Queue(path, retry=weclaw.RetryPolicy(backoff=0.0))
+        small = [f"small {n}".encode() for n in range(300)]
+        q.put_many(small)
+        ballast = fill(disk)
+        returned, _ = put_until_full(q, size=20_000)
+        q.close()
+        q = weclaw.Queue(path, retry=weclaw.RetryPolicy(backoff=0.0))
+        try:
+            with pytest.raises(weclaw.DiskFullError):
+                put_until_full(q, size=20_000, limit=200)
+            for _ in range(100):
+                q.get(block=False).ack(result="fine")
+            q.get(block=False).nack()
+            q.get(block=False).fail("bad")
+            for _ in range(50):
+                q.get(block=False).release()
+                q.get(block=False).ack()
+            ballast.unlink()
+            q.put(b"there is room")
+            rest = drain(q)
+            assert rest[-1] == b"there is room"
+            assert rest[: 300 - 151] == small[151:]
+            assert rest[300 - 151 :][: len(returned)] == returned
+        finally:
+            q.close()
+
+
+def test_case_18_a_new_file_on_a_full_disk(tmp_path):
+    """Case 18: where there is no room for a new queue it is refused, and nothing is left lying."""
+    with small_disk(tmp_path / "disk", 4 * MIB) as disk:
+        fill(disk, leave_bytes=300_000)
+        with pytest.raises(weclaw.DiskFullError):
+            weclaw.Queue(disk / "tasks.wq")
+        assert not (disk / "tasks.wq").exists()
+        assert [x.name for x in disk.iterdir() if x.is_file()] == ["ballast"]
+        (disk / "ballast").unlink()
+        with weclaw.Queue(disk / "tasks.wq") as q:
+            q.put("x")
+            assert drain(q) == ["x"]
+
+
+def put_under_a_limit(pipe, path, limit):
+    q = weclaw.Queue(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    n = 0
+    try:
+        while True:
+            q.put(n.to_bytes(4, "big") * 10_000)
+            pipe.send(n)
+            n += 1
+    except weclaw.DiskFullError as error:
+        pipe.send(error)
+    for _ in range(10):
+        q.get(block=False).ack()
+    pipe.send(q.stats().ready)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    q.put(b"after")
+    pipe.send("after")
+    q.close()
+
+
+def test_case_18_a_limit_on_the_size_of_files(path, open_queue):
+    """Case 18: RLIMIT_FSIZE is a full disk too; what returned is all there."""
+    with Child(put_under_a_limit, path, 4 * MIB) as child:
+        said = child.end()
+    *puts, error, ready, after = said
+    assert isinstance(error, weclaw.DiskFullError)
+    assert len(puts) > 20
+    assert ready == len(puts) - 10
+    assert after == "after"
+    q = open_queue()
+    assert drain(q) == [n.to_bytes(4, "big") * 10_000 for n in puts[10:]] + [b"after"]
+
+
+def test_case_19_settled_space_comes_back(path, open_queue):
+    """Case 19: 15 MB put and acked with retention 0: the disk space is back with no call."""
+    q = open_queue(retention=0)
+    for _ in range(15):
+        q.put_many([os.urandom(50_000) for _ in range(20)])
+    assert disk_bytes(path) > 14 * MIB
+    assert len(drain(q)) == 300
+    eventually(lambda: disk_bytes(path) < 4 * MIB, 10.0, "the space given back")
+    q.put("x")
+    assert drain(q) == ["x"]
+
+
+def test_case_19_put_and_acked_in_turn(path, open_queue):
+    """Case 19: put and acked one after the other, 15 MB never take more than a few slots."""
+    q = open_queue(retention=0, flush="os")
+    most = 0
+    for n in range(300):
+        q.put(os.urandom(50_000))
+        q.get(block=False).ack()
+        if n % 20 == 0:
+            most = max(most, disk_bytes(path))
+    assert most < 6 * MIB
+
+
+def churn(q, rounds, batch, size=300):
+    for _ in range(rounds):
+        q.put_many([os.urandom(size) for _ in range(batch)])
+        left = batch
+        while left:
+            for msg in q.get_many(left, block=False):
+                msg.ack()
+                left -= 1
+
+
+@pytest.mark.parametrize("what", ["held", "delayed", "dead", "parked"])
+def test_case_20_one_message_does_not_pin_its_neighbours(path, open_queue, what):
+    """Case 20: one message held, 50 000 acked around it: the disk stays bounded."""
+    q = open_queue(retention=0, flush="os")
+    rounds = 100 if what == "held" else 40
+    if what == "held":
+        task = q.put("the one")
+        held = q.get(visibility_timeout=None)
+    elif what == "delayed":
+        task = q.put("the one", delay=3600.0)
+    elif what == "dead":
+        task = q.put("the one")
+        q.get().fail("bad")
+    else:
+        q.put("its head", key="k", delay=3600.0)
+        task = q.put("the one", key="k")
+    most = 0
+    for _ in range(rounds // 10):
+        churn(q, 10, 500)
+        most = max(most, disk_bytes(path))
+    assert most < 8 * MIB
+    if what == "held":
+        held.ack(result="kept")
+        assert q.status(task) == "done"
+        return
+    q.close()
+    q = open_queue(flush="os")
+    if what == "dead":
+        assert q.dlq.get(task).body == "the one"
+        assert q.dlq.redrive() == 1
+        assert drain(q) == ["the one"]
+    else:
+        assert q.status(task) == "delayed"
+        assert [m.body for m in q.peek(5)][-1] == "the one"
+
+
+@pytest.mark.slow
+def test_soak_of_two_million_through_a_shallow_queue(path, open_queue):
+    """2 million messages through a depth of 1 000: no more disk than after the first 100 000."""
+    q = open_queue(retention=0, flush="os")
+    q.put_many([os.urandom(100) for _ in range(500)])
+    churn(q, 200, 500, 100)
+    early = disk_bytes(path) + sum(disk_bytes(x) for x in scratch(path).rglob("*") if x.is_file())
+    churn(q, 3800, 500, 100)
+    late = disk_bytes(path) + sum(disk_bytes(x) for x in scratch(path).rglob("*") if x.is_file())
+    assert late <= early * 1.05
+
+
+def test_case_32_replay_from_what_is_gone(path, open_queue):
+    """Case 32: replay from an offset already freed names the first that is kept."""
+    q = open_queue(retention=0)
+    q.put_many([os.urandom(50_000) for _ in range(60)])
+    offsets = []
+    for _ in range(60):
+        with q.get(block=False) as msg:
+            offsets.append(msg.offset)
+    eventually(lambda: disk_bytes(path) < 3 * MIB)
+    with pytest.raises(weclaw.OffsetTrimmedError) as caught:
+        q.replay(offset=offsets[0])
+    first = caught.value.first_offset
+    assert offsets[0] < first
+    again = q.replay(offset=first)
+    assert again == len([x for x in offsets if x >= first])
+    assert len(drain(q)) == again
+    assert q.replay(offset="earliest") == again
+
+
+def test_case_26_a_read_only_mount(tmp_path, path):
+    """Case 26: on a read-only mount stats and peek work, and no file is made."""
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "tasks.wq"
+    with weclaw.Queue(path) as q:
+        q.put_many(["a", "b", "c"])
+        q.get().ack()
+        q.get().fail("bad")
+    for with_scratch in (True, False):
+        if not with_scratch:
+            for file in scratch(path).iterdir():
+                file.unlink()
+            scratch(path).rmdir()
+        with read_only(tmp_path / "data", tmp_path / "view") as view:
+            before = sorted(x.name for x in view.iterdir())
+            with weclaw.Queue(view / "tasks.wq", readonly=True) as q:
+                assert q.stats()[:5] == (1, 0, 0, 1, 1)
+                assert [m.body for m in q.peek(10)] == ["c"]
+                assert [x.body for x in q.dlq] == ["b"]
+                assert q.qsize() == 1
+                for change in (lambda: q.put("x"), lambda: q.get(block=False), q.purge):
+                    with pytest.raises(weclaw.StorageError):
+                        change()
+            with pytest.raises((weclaw.WeclawError, OSError)):
+                weclaw.Queue(view / "tasks.wq").put("x")
+            assert sorted(x.name for x in view.iterdir()) == before
+
+
+def keep_putting(pipe, path):
+    q = weclaw.Queue(path)
+    n = 0
+    while not pipe.poll():
+        q.put(n)
+        n += 1
+        time.sleep(0.002)
+    pipe.send(n)
+    q.close()
+
+
+def test_case_26_looking_while_others_write(path):
+    """Case 26: a read-only handle follows what others write, and leaves no trace."""
+    with Child(keep_putting, path) as child:
+        eventually(path.exists)
+        q = eventually(lambda: weclaw.Queue(path, readonly=True))
+        before = sorted(x.name for x in path.parent.rglob("*"))
+        first = q.stats().ready
+        eventually(lambda: q.stats().ready > first + 20)
+        assert sorted(x.name for x in path.parent.rglob("*")) == before
+        child.say("stop")
+        n = child.hear()
+        child.end()
+        assert q.stats().ready == n
+        assert [m.body for m in q.peek(n)] == list(range(n))
+        q.close()

@@ -1,0 +1,1 @@
+"""What several tests share: child processes that report, faults, small phrases about queues."""
