@@ -1,0 +1,268 @@
+"""Bytes of the file and what they mean: pure functions, no input or output.
+
+All integers are little-endian.  The full specification is docs/format.md; this is the summary
+that a test holds equal to it.
+
+    file       header block (4096 bytes), then slots of `segment_bytes` each
+    header     16s magic, I version, I segment_bytes, 16s store_id, Q epoch, Q generation,
+               Q created_us, I crc; twice: at 0 and at 2048
+    slot       slot header (64 bytes), frame parts, zeros, the slot header again (last 64 bytes)
+    slot header  4s magic, I crc, Q segment, I salt, I prev_salt, Q prev_end, Q head, Q epoch,
+               Q checkpoint, Q created_us
+    part       I crc, I length, Q commit << 8 | flags, Q time_us, then `length` bytes of payload
+    payload    I rest and `rest` bytes (at most) of the record that the part before cut, unless
+               the part is FIRST; then records: I length, I back, the record's bytes
+
+Segment number n holds the offsets from n * segment_bytes on; which slot it lives in is said by
+the slot's header alone.  A part's checksum starts from its segment's salt and its offset, so
+bytes in the wrong place or of a slot's earlier life never pass.  Nothing valid is all zeros.
+
+This module must not know what records mean, nor where the bytes come from.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+from zlib import crc32
+
+from .errors import CorruptError, FormatVersionError, NotAQueueError
+
+__all__ = [
+    "BATCH",
+    "CHECKPOINT_FRAME",
+    "DEFAULT_SEGMENT_BYTES",
+    "ENVELOPE",
+    "ENVELOPE_BYTES",
+    "FIRST",
+    "HEADER_BYTES",
+    "LAST_PART",
+    "MAGIC",
+    "MAX_FRAME_BYTES",
+    "MAX_OFFSET",
+    "MAX_SEGMENT_BYTES",
+    "MIN_SEGMENT_BYTES",
+    "NO_WAIT",
+    "PART",
+    "PART_BYTES",
+    "PART_TAIL",
+    "PART_WITH_ENVELOPE",
+    "POLICY_SHIFT",
+    "REPLICA",
+    "REST",
+    "SLOT_BYTES",
+    "SYNC",
+    "VERSION",
+    "VOUCH",
+    "WHOLE",
+    "Header",
+    "SlotHeader",
+    "check_segment_bytes",
+    "envelopes",
+    "pack_header",
+    "pack_slot",
+    "part_checksum",
+    "policy_of",
+    "unpack_header",
+    "unpack_slot",
+]
+
+MAGIC = b"weclaw queue\r\n\x1a\n"
+VERSION = 1
+HEADER_BYTES = 4096
+_COPY_AT = 2048
+_HEADER = Struct("<16sII16sQQQ")
+_CRC = Struct("<I")
+
+SLOT_MAGIC = b"WQSG"
+SLOT_BYTES = 64  # of a slot header; a slot has one at each end
+_SLOT = Struct("<4sIQIIQQQQQ")
+
+PART = Struct("<IIQQ")
+PART_BYTES = PART.size
+ENVELOPE = Struct("<II")
+ENVELOPE_BYTES = ENVELOPE.size
+REST = Struct("<I")
+# The two shapes the hot paths use: a part and its first envelope at once, and the same without
+# the checksum, which covers all of it.
+PART_WITH_ENVELOPE = Struct("<IIQQII")
+PART_TAIL = Struct("<IQQII")
+
+# Flags of a part, the low eight bits beside the commit point.
+FIRST = 1  # the first part of its frame
+LAST_PART = 2  # the last one
+WHOLE = FIRST | LAST_PART
+POLICY_SHIFT = 2  # two bits: what the frame was promised before its writer was answered
+CHECKPOINT_FRAME = 16  # a Checkpoint record begins the frame
+VOUCH = 32  # all before this frame was on stable storage when it was written
+KNOWN_FLAGS = 63
+
+# What a frame can be promised: the operating system has it, it is synced now and then, it is
+# synced, it is on the replica too.
+NO_WAIT, BATCH, SYNC, REPLICA = range(4)
+
+# Limits, checked on the way out and on the way in before any memory is taken.
+MAX_OFFSET = 1 << 56  # the commit point is kept in 56 bits
+MIN_SEGMENT_BYTES = 64 << 10
+DEFAULT_SEGMENT_BYTES = 1 << 20
+MAX_SEGMENT_BYTES = 1 << 30
+MAX_FRAME_BYTES = (1 << 30) + (1 << 28)  # 1 GiB of messages and what goes with them
+
+
+class Header(NamedTuple):
+    """What the file says about itself."""
+
+    segment_bytes: int
+    store_id: bytes
+    epoch: int  # raised by each promotion of a replica
+    generation: int  # raised by each rewriting of this header
+    created_us: int
+    version: int = VERSION
+
+
+class SlotHeader(NamedTuple):
+    """What a slot says about the segment that lives in it."""
+
+    segment: int
+    salt: int
+    prev_salt: int  # of the segment before; 0 for the first one
+    prev_end: int  # offset at which the frames of the segment before end
+    head: int  # the first segment that was kept when this one began
+    epoch: int
+    checkpoint: int  # offset of the latest Checkpoint frame then; 0: none
+    created_us: int
+
+
+def check_segment_bytes(n: int) -> int:
+    """Return `n` if a file can have segments of that size; ValueError otherwise."""
+    if not MIN_SEGMENT_BYTES <= n <= MAX_SEGMENT_BYTES or n & (n - 1):
+        raise ValueError(
+            f"segment_bytes must be a power of two from {MIN_SEGMENT_BYTES} to "
+            f"{MAX_SEGMENT_BYTES}, not {n}"
+        )
+    return n
+
+
+def pack_header(header: Header) -> bytes:
+    """The header block: both copies, and zeros between and after."""
+    fields = _HEADER.pack(
+        MAGIC,
+        header.version,
+        header.segment_bytes,
+        header.store_id,
+        header.epoch,
+        header.generation,
+        header.created_us,
+    )
+    copy = (fields + _CRC.pack(crc32(fields))).ljust(_COPY_AT, b"\0")
+    return copy + copy.ljust(HEADER_BYTES - _COPY_AT, b"\0")
+
+
+def unpack_header(block: bytes, name: str = "the file") -> Header:
+    """Read the header block of a file (what there is of its first 4096 bytes).
+
+    Raises NotAQueueError when the magic is nowhere, FormatVersionError when the version (judged
+    before any checksum) is newer, CorruptError when neither copy is whole.
+    """
+    best: Header | None = None
+    ours = False
+    for at in (0, _COPY_AT):
+        copy = block[at : at + _HEADER.size + _CRC.size]
+        if copy[:16] != MAGIC:
+            continue
+        ours = True
+        version = int.from_bytes(copy[16:20], "little")
+        if version > VERSION and best is None:
+            raise FormatVersionError(
+                f"{name} has format version {version}; this release reads up to {VERSION}; "
+                f"nothing was touched; open it with a newer release of weclaw-embedded"
+            )
+        header = _unpack_copy(copy)
+        if header is not None and (best is None or header.generation > best.generation):
+            best = header
+    if best is not None:
+        return best
+    if not ours:
+        raise NotAQueueError(
+            f"{name} isn't a weclaw queue (its first bytes are {bytes(block[:16])!r}); it wasn't "
+            f"touched; check the path"
+        )
+    raise CorruptError(
+        0,
+        "the header block is damaged",
+        f"the header block of {name} is damaged in both copies; nothing was touched; restore the "
+        f"first 4096 bytes from a backup or promote the replica",
+    )
+
+
+def _unpack_copy(copy: bytes) -> Header | None:
+    if len(copy) < _HEADER.size + _CRC.size:
+        return None
+    if _CRC.unpack_from(copy, _HEADER.size)[0] != crc32(copy[: _HEADER.size]):
+        return None
+    _, version, segment_bytes, store_id, epoch, generation, created_us = _HEADER.unpack_from(copy)
+    try:
+        check_segment_bytes(segment_bytes)
+    except ValueError:
+        return None
+    if version != VERSION:
+        return None
+    return Header(segment_bytes, store_id, epoch, generation, created_us, version)
+
+
+def pack_slot(slot: SlotHeader, store_id: bytes) -> bytes:
+    """The 64 bytes that begin and end a slot in use."""
+    fields = _SLOT.pack(SLOT_MAGIC, 0, *slot)[8:]
+    return SLOT_MAGIC + _CRC.pack(crc32(fields, crc32(store_id))) + fields
+
+
+def unpack_slot(data: bytes, store_id: bytes, segment_bytes: int) -> SlotHeader | None:
+    """Read a slot header; None when these bytes are none of this file's."""
+    if len(data) < SLOT_BYTES or data[:4] != SLOT_MAGIC:
+        return None
+    _, crc, *fields = _SLOT.unpack_from(data)
+    if crc != crc32(data[8:SLOT_BYTES], crc32(store_id)):
+        return None
+    slot = SlotHeader(*fields)
+    start = slot.segment * segment_bytes
+    if start > MAX_OFFSET - 2 * segment_bytes or slot.head > slot.segment or not slot.salt:
+        return None
+    if slot.segment == 0:
+        return slot if slot.prev_end == 0 else None
+    lowest = start - segment_bytes + SLOT_BYTES
+    if not lowest <= slot.prev_end <= start - SLOT_BYTES or slot.checkpoint >= start:
+        return None
+    return slot
+
+
+def part_checksum(after_crc: bytes, salt: int, offset: int) -> int:
+    """The checksum of a part: over all of it after the checksum itself."""
+    return crc32(after_crc, (salt + offset) & 0xFFFFFFFF)
+
+
+def policy_of(flags: int) -> int:
+    """What a frame with these flags was promised: NO_WAIT, BATCH, SYNC or REPLICA."""
+    return (flags >> POLICY_SHIFT) & 3
+
+
+def envelopes(part: bytes, first: bool) -> list[tuple[int, int]]:
+    """The records that begin in a part (header included): (position of envelope, length) of each.
+
+    The last one may continue in the next part.  Raises ValueError when they don't fit together.
+    """
+    at = PART_BYTES
+    end = len(part)
+    if not first:
+        if at + REST.size > end:
+            raise ValueError("a continued part is too short")
+        at += REST.size + min(REST.unpack_from(part, at)[0], end - at - REST.size)
+    found = []
+    while at < end:
+        if at + ENVELOPE_BYTES > end:
+            raise ValueError("a record's envelope is cut")
+        length, back = ENVELOPE.unpack_from(part, at)
+        if back != at or not 0 < length <= MAX_FRAME_BYTES:
+            raise ValueError("a record's envelope is wrong")
+        found.append((at, length))
+        at += ENVELOPE_BYTES + length
+    return found
