@@ -227,7 +227,7 @@ REFUSED = {
     "too large an int as key": {2**64: 1},
     "a lone surrogate": "a\ud800",
     "a lone surrogate in a key": {"\udfff": 1},
-    "a naive datetime": datetime(2024, 1, 1),
+    "a naive datetime": datetime(2024, 1, 1),  # noqa: DTZ001  that is the point
     "a datetime of a zone without offset": datetime(2024, 1, 1, tzinfo=Naive()),
     "a datetime of a broken zone": datetime(2024, 1, 1, tzinfo=Broken()),
     "a date": datetime(2024, 1, 1, tzinfo=UTC).date(),
