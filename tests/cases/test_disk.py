@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 
 import pytest
@@ -33,7 +34,7 @@ def test_case_18_a_full_disk_refuses_puts_and_lets_work_go_on(tmp_path):
     with small_disk(tmp_path / "disk", 4 * MIB) as disk:
         q = weclaw.Queue(disk / "tasks.wq", retry=weclaw.RetryPolicy(backoff=0.0))
         try:
-            returned, refused = put_until_full(q)
+            returned, _ = put_until_full(q)
             assert len(returned) >= 5
             with pytest.raises(weclaw.DiskFullError):
                 q.put(bytes(MIB))
