@@ -661,7 +661,7 @@ def test_get_wakes_for_everything_that_makes_ready(open_queue, event):
     if event == "resume":
         q.pause(600)
     if event == "lapse":
-        q.get(visibility_timeout=0.5)
+        q.get(visibility_timeout=1.0)
     got = []
     waiter = threading.Thread(target=lambda: got.append((other.get(timeout=20), time.monotonic())))
     waiter.start()
@@ -702,6 +702,7 @@ def work_until_interrupted(pipe, path):
     q = weclaw.Queue(path)
     while True:
         try:
+            pipe.send("working")
             while True:
                 q.put("x")
                 msg = q.get()
@@ -716,12 +717,11 @@ def work_until_interrupted(pipe, path):
 def test_ctrl_c_at_any_moment_leaves_a_usable_queue(path, open_queue):
     """Ctrl-C in the middle of puts, gets and acks leaves the queue usable in the same process."""
     with Child(work_until_interrupted, path) as child:
-        eventually(path.exists)
-        time.sleep(0.3)
         for turn in range(30):
-            time.sleep(0.011 * (turn % 7))
+            assert child.hear() == "working"
+            time.sleep(0.002 + 0.011 * (turn % 7))
             child.signal(signal.SIGINT)
-            ready, delayed, leased, dead = child.hear(timeout=10.0)
+            ready, _, leased, dead = child.hear(timeout=10.0)
             assert dead == 0
             assert ready + leased <= turn + 2
             child.say("end" if turn == 29 else "go on")

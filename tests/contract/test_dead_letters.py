@@ -1,0 +1,314 @@
+"""Contract 6: dead letters."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+
+import pytest
+from tests.helpers.processes import Child
+from tests.helpers.queues import NO_WAIT, drain, eventually, take
+
+import weclaw_embedded as weclaw
+
+UTC = datetime.timezone.utc
+
+
+def kill_off(q, *bodies, **options):
+    """Put and fail at once; the ids."""
+    ids = []
+    for body in bodies:
+        ids.append(q.put(body, **options))
+        q.get().fail(f"reason of {body!r}")
+    return ids
+
+
+def test_a_letter_tells_all(open_queue):
+    """A letter has the whole body, the counts, the history and the times."""
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=1, backoff=0.0))
+    before = datetime.datetime.now(UTC) - datetime.timedelta(seconds=1)
+    task = q.put({"big": "x" * 10_000}, key="k", headers={"h": 1}, priority=2)
+    q.get().nack(reason="first")
+    q.get().nack(reason="second")
+    letter = q.dlq.get(task)
+    after = datetime.datetime.now(UTC) + datetime.timedelta(seconds=1)
+    assert letter.body == {"big": "x" * 10_000}
+    assert (letter.id, letter.key, letter.headers, letter.reason) == (
+        task,
+        "k",
+        {"h": 1},
+        "second",
+    )
+    assert (letter.delivery_count, letter.crash_count, letter.redrive_count) == (2, 0, 0)
+    assert letter.retry_count in (1, 2)
+    assert [f.reason for f in letter.failures] == ["first", "second"]
+    assert before <= letter.enqueued_at <= letter.died_at <= after
+    assert letter.died_at.utcoffset() == datetime.timedelta(0)
+
+
+def test_an_exception_is_told_by_type_and_text(open_queue):
+    """For an exception the reason is its type and text."""
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=0))
+    task = q.put("x")
+    with pytest.raises(ConnectionError), q.get():
+        raise ConnectionError("no route to the provider")
+    reason = q.dlq.get(task).reason
+    assert "ConnectionError" in reason
+    assert "no route to the provider" in reason
+
+
+def test_looking_at_letters(q):
+    """`len`, iteration, `peek` and `get` look and change nothing."""
+    assert len(q.dlq) == 0
+    assert list(q.dlq) == []
+    assert q.dlq.peek(3) == []
+    ids = kill_off(q, *range(5))
+    for _ in range(2):
+        assert len(q.dlq) == 5
+        assert [x.id for x in q.dlq] == ids
+        assert [x.body for x in q.dlq.peek(2)] == [0, 1]
+        assert q.dlq.get(ids[3]).body == 3
+    with pytest.raises(KeyError):
+        q.dlq.get("no such id")
+    alive = q.put("alive")
+    with pytest.raises(KeyError):
+        q.dlq.get(alive)
+    assert q.stats().dead == 5
+
+
+def test_letters_are_each_topics_and_groups_own(open_store):
+    """Letters are per topic and group."""
+    store = open_store()
+    one = store.queue("one", group="a", start="earliest")
+    two = store.queue("one", group="b", start="earliest")
+    three = store.queue("two")
+    kill_off(one, "x")
+    assert (len(one.dlq), len(two.dlq), len(three.dlq)) == (1, 0, 0)
+    assert drain(two) == ["x"]
+
+
+def test_redrive_keeps_id_and_history_and_goes_to_the_end(q):
+    """Redriven, a message keeps its id and history, starts anew, and stands at the end."""
+    (task,) = kill_off(q, "dead", headers={"h": 1})
+    q.put("waiting")
+    assert q.dlq.redrive() == 1
+    assert len(q.dlq) == 0
+    assert q.status(task) == "ready"
+    q.put("later")
+    messages = take(q)
+    assert [m.body for m in messages] == ["waiting", "dead", "later"]
+    msg = messages[1]
+    assert (msg.id, msg.retry_count, msg.crash_count, msg.headers) == (task, 0, 0, {"h": 1})
+    msg.fail("again")
+    letter = q.dlq.get(task)
+    assert letter.redrive_count == 1
+    assert [f.reason for f in letter.failures] == ["reason of 'dead'", "again"]
+
+
+def test_redrive_by_ids_and_limit(q):
+    """`ids` and `limit` say which; what is no letter is not counted."""
+    ids = kill_off(q, *range(6))
+    alive = q.put("alive")
+    assert q.dlq.redrive([ids[4], ids[1], "no such id", alive]) == 2
+    assert q.dlq.redrive(limit=3) == 3
+    assert q.dlq.redrive([]) == 0
+    assert [x.id for x in q.dlq] == [ids[5]]
+    assert sorted(map(str, drain(q))) == ["0", "1", "2", "3", "4", "alive"]
+    assert q.dlq.redrive(ids=[ids[5]], limit=1) == 1
+    assert q.dlq.redrive() == 0
+    assert q.dlq.redrive(limit=0) == 0
+
+
+def test_redriven_goes_to_the_end_of_its_key(q):
+    """A redriven message stands behind the others of its key."""
+    q.put("k1", key="k")
+    q.put("k2", key="k")
+    q.get().fail("bad")
+    assert q.dlq.redrive() == 1
+    assert drain(q) == ["k2", "k1"]
+
+
+def test_purge_letters(open_queue):
+    """Purged, letters are gone for ever."""
+    q = open_queue()
+    ids = kill_off(q, *range(4))
+    assert q.dlq.purge([ids[1], "no such id"]) == 1
+    assert [x.id for x in q.dlq] == [ids[0], ids[2], ids[3]]
+    assert q.status(ids[1]) == "unknown"
+    q.close()
+    q = open_queue()
+    assert len(q.dlq) == 3
+    assert q.dlq.purge() == 3
+    assert q.dlq.purge() == 0
+    assert q.dlq.redrive() == 0
+    assert q.replay(offset="earliest") == 0
+    assert q.stats()[:4] == (0, 0, 0, 0)
+
+
+def test_export(q, tmp_path):
+    """`export` writes one JSON object a line and leaves the letters where they are."""
+    ids = kill_off(q, {"prompt": "grüße 你好"}, [1, 2.5, None])
+    out = tmp_path / "letters.jsonl"
+    assert q.dlq.export(out) == 2
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [x["id"] for x in lines] == ids
+    assert [x["body"] for x in lines] == [{"prompt": "grüße 你好"}, [1, 2.5, None]]
+    assert lines[1]["reason"] == "reason of [1, 2.5, None]"
+    assert len(q.dlq) == 2
+    kill_off(q, b"\x00\xff", (1, 2), {1: datetime.datetime.now(UTC)})
+    assert q.dlq.export(str(out), format="jsonl") == 5
+    assert len(out.read_text(encoding="utf-8").splitlines()) == 5
+    with pytest.raises((ValueError, TypeError)):
+        q.dlq.export(tmp_path / "other", format="cuneiform")
+    assert not (tmp_path / "other").exists()
+
+
+def test_letters_outlive_retention(open_queue):
+    """Letters stay however long ago and however much was settled since."""
+    q = open_queue(retention=0, segment_bytes=65536)
+    (task,) = kill_off(q, {"kept": "x" * 1000})
+    for _ in range(10):
+        q.put_many([bytes(1000)] * 100)
+        drain(q)
+    q.close()
+    q = open_queue()
+    letter = q.dlq.get(task)
+    assert letter.body == {"kept": "x" * 1000}
+    assert q.dlq.redrive() == 1
+    assert drain(q) == [{"kept": "x" * 1000}]
+
+
+def test_the_last_twenty_failures(open_queue):
+    """Of many failures the last 20 are told, and reasons are cut to 4 KiB."""
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=30, backoff=0.0))
+    task = q.put("x")
+    for n in range(31):
+        q.get(timeout=5.0).nack(reason=f"{n} " + "ä" * 5000)
+    letter = q.dlq.get(task)
+    assert len(letter.failures) == 20
+    assert [int(f.reason.split()[0]) for f in letter.failures] == list(range(11, 31))
+    assert len(letter.reason.encode()) <= 4096
+    assert letter.reason.startswith("30 ää")
+    assert all(len(f.reason.encode()) <= 4096 for f in letter.failures)
+
+
+@pytest.mark.parametrize(
+    "reason", [None, "", "x" * 10_000, "\ud800 lone", "\x00", "two\nlines", "你" * 3000]
+)
+def test_the_move_never_fails_for_its_reason(open_queue, reason):
+    """Whatever the reason is, the message dies of it and the letter can be read."""
+    q = open_queue()
+    task = q.put("x")
+    q.get().fail(reason)
+    assert q.status(task) == "dead"
+    q.close()
+    q = open_queue()
+    letter = q.dlq.get(task)
+    assert letter.body == "x"
+    assert letter.reason is None or len(letter.reason.encode()) <= 4096
+
+
+def test_on_dead_is_called_once_for_each(path, open_queue):
+    """`on_dead(letter)` is called once for each letter, where it was killed."""
+    called = []
+    q = open_queue(
+        on_dead=lambda letter: called.append((letter.id, letter.reason)),
+        retry=weclaw.RetryPolicy(max_retries=0, backoff=0.0),
+        visibility_timeout=0.2,
+    )
+    other_called = []
+    open_queue(on_dead=other_called.append)
+    a, b, c, d = q.put_many(["a", "b", "c", weclaw.Put("d", ttl=0.1, delay=0.05)])
+    q.get().fail("failed")
+    q.get().nack(reason="nacked")
+    q.get()
+    with pytest.raises(weclaw.Empty):
+        q.get(timeout=0.6)
+    eventually(lambda: len(called) == 4)
+    assert dict(called).keys() == {a, b, c, d}
+    assert dict(called)[a] == "failed"
+    assert dict(called)[b] == "nacked"
+    assert dict(called)[d] == "expired"
+    assert other_called == []
+    assert q.dlq.redrive() == 4
+    drain(q)
+    assert len(called) == 4
+
+
+def test_on_dead_may_use_the_queue(open_queue):
+    """`on_dead` may look at the letter through the queue and put elsewhere."""
+    seen = []
+
+    def on_dead(letter):
+        seen.append(q.status(letter.id))
+        alarms.put(letter.id)
+
+    q = open_queue(on_dead=on_dead)
+    alarms = open_queue("alarms")
+    (task,) = kill_off(q, "x")
+    eventually(lambda: alarms.qsize() == 1)
+    assert seen == ["dead"]
+    assert drain(alarms) == [task]
+
+
+def die_holding(pipe, path):
+    q = weclaw.Queue(path)
+    q.get()
+    pipe.send("held")
+    pipe.recv()
+
+
+def test_on_dead_for_a_dead_consumer(path, open_queue):
+    """When a consumer's death was the last, who notices it calls `on_dead`."""
+    called = []
+    q = open_queue(retry=weclaw.RetryPolicy(max_crashes=0), on_dead=called.append)
+    task = q.put("x")
+    with Child(die_holding, path) as child:
+        child.hear()
+        child.kill()
+    with pytest.raises(weclaw.Empty):
+        q.get(timeout=1.0)
+    eventually(lambda: [x.id for x in called] == [task])
+
+
+def test_many_letters(open_queue):
+    """A thousand letters are listed, redriven and purged as few are."""
+    q = open_queue(flush="os")
+    q.put_many(list(range(1000)))
+    for msg in q.get_many(1000):
+        msg.fail("bad")
+    assert len(q.dlq) == 1000
+    assert [x.body for x in q.dlq] == list(range(1000))
+    assert q.dlq.redrive(limit=400) == 400
+    assert q.dlq.purge() == 600
+    assert drain(q) == list(range(400))
+
+
+def test_settling_and_redriving_at_once(open_queue):
+    """Threads that fail, redrive and acknowledge at once lose and double nothing."""
+    q = open_queue(retry=NO_WAIT)
+    q.put_many(list(range(200)))
+    done, stop = [], threading.Event()
+
+    def work():
+        while not stop.is_set():
+            try:
+                msg = q.get(timeout=0.05)
+            except weclaw.Empty:
+                continue
+            if msg.delivery_count == 1:
+                msg.fail("first time")
+            else:
+                msg.ack()
+                done.append(msg.body)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: q.dlq.redrive() >= 0 and len(done) == 200, timeout=40)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == list(range(200))
+    assert q.stats()[:5] == (0, 0, 0, 0, 200)

@@ -1,0 +1,460 @@
+"""Contract 5: groups, replay, retention."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+
+import pytest
+from tests.helpers.processes import Child
+from tests.helpers.queues import NO_WAIT, disk_bytes, drain, eventually, take
+
+import weclaw_embedded as weclaw
+
+UTC = datetime.timezone.utc
+
+
+def names(store):
+    return sorted(g[:2] for g in store.groups())
+
+
+def test_a_group_exists_from_its_first_get(open_store):
+    """Opening and putting make no group; the first `get` does, though it finds nothing."""
+    store = open_store()
+    q = store.queue()
+    q.put_many(["a", "b"])
+    assert names(store) == []
+    assert q.qsize() == 2
+    assert q.stats().ready == 2
+    assert [m.body for m in q.peek(5)] == ["a", "b"]
+    assert names(store) == []
+    q.get().ack()
+    assert names(store) == [("default", "default")]
+    other = store.queue("empty", group="g")
+    with pytest.raises(weclaw.Empty):
+        other.get(block=False)
+    assert names(store) == [("default", "default"), ("empty", "g")]
+
+
+@pytest.mark.parametrize("how", ["start", "pause", "purge", "replay"])
+def test_what_else_makes_a_group(open_store, how):
+    """An explicit `start`, `pause`, `purge` or `replay` makes a group too."""
+    store = open_store()
+    store.queue().put("x")
+    if how == "start":
+        store.queue(group="g", start="earliest")
+    else:
+        q = store.queue(group="g")
+        assert names(store) == []
+        {
+            "pause": lambda: q.pause(60),
+            "purge": q.purge,
+            "replay": lambda: q.replay(offset="earliest"),
+        }[how]()
+    assert ("default", "g") in names(store)
+    # What exists gets its messages, whoever else reads.
+    assert drain(store.queue()) == ["x"]
+    assert store.queue(group="g").qsize() == (0 if how == "purge" else 1)
+
+
+def test_each_group_gets_every_message_and_consumers_share(open_store):
+    """Each group gets every message; within a group two consumers share them."""
+    store = open_store()
+    one = [store.queue(group="one", start="earliest") for _ in range(2)]
+    two = store.queue(group="two", start="earliest")
+    one[0].put_many(list(range(6)))
+    got = [one[n % 2].get() for n in range(6)]
+    assert [m.body for m in got] == list(range(6))
+    assert drain(two) == list(range(6))
+    assert one[0].stats().leased == 6
+    for msg in got:
+        msg.fail("bad")
+    assert len(one[0].dlq) == 6
+    assert len(two.dlq) == 0
+    assert [two.status(m.id) for m in got] == ["done"] * 6
+    assert one[0].dlq.redrive() == 6
+    assert two.qsize() == 0
+
+
+def test_settling_is_each_groups_own(open_store):
+    """Results, retries and counts are each group's own."""
+    store = open_store()
+    one = store.queue(group="one", start="earliest", retry=NO_WAIT)
+    two = store.queue(group="two", start="earliest")
+    task = one.put("x")
+    one.get().nack()
+    one.get().ack(result=1)
+    assert one.result(task) == 1
+    with pytest.raises(weclaw.Empty):
+        two.result(task)
+    msg = two.get()
+    assert (msg.retry_count, msg.delivery_count) == (0, 1)
+    msg.ack(result=2)
+    assert (one.result(task), two.result(task)) == (1, 2)
+
+
+def test_a_topic_nobody_read_gives_all_to_its_first_group(open_store):
+    """A topic no group has read keeps everything, whatever the retention."""
+    store = open_store(retention=0, segment_bytes=65536)
+    q = store.queue()
+    bodies = [bytes([n]) * 10_000 for n in range(50)]
+    for body in bodies:
+        q.put(body)
+    assert drain(store.queue(group="late")) == bodies
+
+
+def test_start_latest_with_the_first_get(open_store):
+    """With start "latest" a group begins behind what is there."""
+    store = open_store()
+    q = store.queue()
+    q.put("old")
+    latest = store.queue(group="new", start="latest")
+    assert latest.qsize() == 0
+    q.put("new")
+    assert drain(latest) == ["new"]
+    assert drain(q) == ["old", "new"]
+
+
+def test_groups_that_stand_still_keep_their_messages(open_store, path):
+    """Nothing unread is dropped by age or size; `drop_group` leaves a group behind."""
+    store = open_store(retention=0, segment_bytes=65536)
+    q = store.queue(group="reader", start="earliest")
+    store.queue(group="sleeper", start="earliest")
+    bodies = [os.urandom(20_000) for _ in range(100)]
+    for body in bodies:
+        q.put(body)
+    assert drain(q) == bodies
+    time.sleep(0.2)
+    assert disk_bytes(path) > 1_900_000
+    assert store.queue(group="sleeper").qsize() == 100
+    store.drop_group("sleeper")
+    assert names(store) == [("default", "reader")]
+    q.put("x")
+    assert drain(q) == ["x"]
+    eventually(lambda: disk_bytes(path) < 600_000, what="the space of the dropped group")
+    assert drain(q) == []
+
+
+def test_drop_group_names_its_topic(open_store):
+    """`drop_group(name, topic=…)` drops that topic's group and no other."""
+    store = open_store()
+    for topic in ("a", "b"):
+        store.queue(topic, group="g", start="earliest").put("x")
+    store.drop_group("g", topic="a")
+    assert names(store) == [("b", "g")]
+    # A new group of that name is a new one.
+    q = store.queue("a", group="g")
+    assert q.qsize() == 1
+    assert drain(q) == ["x"]
+
+
+def test_replay_by_offset(q):
+    """From an offset on, settled ones flow again in order, with retries and results anew."""
+    ids = q.put_many(list(range(6)))
+    offsets = []
+    for n in range(6):
+        msg = q.get()
+        offsets.append(msg.offset)
+        msg.ack(result=n)
+    assert q.replay(offset=offsets[3]) == 3
+    assert [q.status(x) for x in ids] == ["done"] * 3 + ["ready"] * 3
+    with pytest.raises(weclaw.Empty):
+        q.result(ids[4])
+    msg = q.get()
+    assert (msg.body, msg.id, msg.retry_count, msg.offset) == (3, ids[3], 0, offsets[3])
+    msg.nack()
+    assert q.get().retry_count == 1
+    assert [m.body for m in take(q)] == [4, 5]
+
+
+def test_replay_by_ids_and_since(q):
+    """`ids` and `since` choose too; what is not settled is not touched."""
+    ids = q.put_many(list(range(4)))
+    for n in range(3):
+        q.get().ack(result=n)
+    assert q.replay(ids=[ids[2], ids[0], ids[3]]) == 2
+    assert q.stats()[:5] == (3, 0, 0, 0, 1)
+    assert drain(q) == [0, 2, 3]
+    assert q.result(ids[1]) == 1
+    time.sleep(0.05)
+    since = datetime.datetime.now(UTC)
+    time.sleep(0.05)
+    later = q.put("later")
+    q.get().ack()
+    assert q.replay(since=since) == 1
+    assert q.get().id == later
+    assert q.replay(since=datetime.datetime(2001, 1, 1, tzinfo=UTC)) == 4
+    assert q.replay(since=datetime.datetime.now(UTC) + datetime.timedelta(hours=1)) == 0
+
+
+def test_replay_in_offset_order(open_queue):
+    """Replayed ones come in offset order, before what is newer, over a reopening."""
+    q = open_queue()
+    q.put_many(list(range(5)))
+    drain(q)
+    q.put("new")
+    assert q.replay(offset="earliest") == 5
+    q.close()
+    q = open_queue()
+    assert q.qsize() == 6
+    assert drain(q) == [0, 1, 2, 3, 4, "new"]
+    assert q.stats().settled == 6
+
+
+def test_a_replayed_one_is_settled_with_a_new_result(q):
+    """The old result is gone and a new one can be given."""
+    task = q.put("x")
+    q.get().ack(result="old")
+    assert q.replay(ids=[task]) == 1
+    assert q.replay(ids=[task]) == 0
+    q.get().ack(result="new")
+    assert q.result(task) == "new"
+    assert q.replay(ids=["no such id"]) == 0
+
+
+def test_letters_stay_letters_and_the_cancelled_stay_gone(q):
+    """Replay leaves dead letters, cancelled and purged ones alone."""
+    q.put("dead")
+    q.get().fail("bad")
+    cancelled = q.put("cancelled")
+    q.cancel(cancelled)
+    q.put("purged")
+    q.purge()
+    q.put("done")
+    q.get().ack()
+    assert q.replay(offset="earliest") == 1
+    assert drain(q) == ["done"]
+    assert len(q.dlq) == 1
+
+
+def test_replay_is_one_groups(open_store):
+    """A replay is this group's alone."""
+    store = open_store()
+    one = store.queue(group="one", start="earliest")
+    two = store.queue(group="two", start="earliest")
+    one.put_many([1, 2])
+    drain(one), drain(two)
+    assert one.replay(offset="earliest") == 2
+    assert two.qsize() == 0
+    assert drain(one) == [1, 2]
+
+
+def test_replay_keeps_keys_in_order(q):
+    """Replayed messages of one key come one at a time, in order."""
+    for n in range(3):
+        q.put(n, key="k")
+        q.get().ack()
+    assert q.replay(offset="earliest") == 3
+    assert [m.body for m in take(q)] == [0]
+    assert q.stats()[:3] == (0, 2, 1)
+
+
+def test_ttl_counts_anew_at_replay(q):
+    """The ttl counts from the replay."""
+    task = q.put("x", ttl=0.3)
+    q.get().ack()
+    time.sleep(0.4)
+    assert q.replay(ids=[task]) == 1
+    assert q.status(task) == "ready"
+    time.sleep(0.4)
+    assert q.status(task) == "dead"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"offset": -1},
+        {"offset": "x"},
+        {"offset": 0, "ids": ["x"]},
+        {"since": datetime.datetime(2026, 1, 1)},  # noqa: DTZ001
+        {"since": 5},
+        {"ids": "one text"},
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_replay(q, arguments):
+    """A replay says from where, once and clearly."""
+    q.put("x")
+    q.get().ack()
+    with pytest.raises((ValueError, TypeError)):
+        q.replay(**arguments)
+    assert q.qsize() == 0
+
+
+def test_offset_says_before_what_all_is_settled(q):
+    """Everything before `q.offset` is settled in this group, and no more than that is said."""
+    q.put_many(list(range(5)))
+    messages = take(q)
+    offsets = [m.offset for m in messages]
+    assert offsets == sorted(set(offsets))
+    assert q.offset <= offsets[0]
+    messages[1].ack()
+    assert q.offset <= offsets[0]
+    messages[0].ack()
+    assert offsets[1] < q.offset <= offsets[2]
+    for msg in messages[2:]:
+        msg.ack()
+    assert q.offset > offsets[4]
+
+
+def test_retention_by_age(open_queue, path):
+    """What all groups are done with is kept for `retention`, then its space is used again."""
+    q = open_queue(retention=3.0, segment_bytes=65536)
+    first = q.put("first")
+    q.get().ack(result="kept")
+    for _ in range(40):
+        q.put(os.urandom(20_000))
+    drain(q)
+    assert q.result(first) == "kept"
+    assert disk_bytes(path) > 800_000
+    time.sleep(3.1)
+    # Something still happens in the file, but no call asks for the space.
+    q.put("x")
+    q.get().ack()
+    eventually(lambda: disk_bytes(path) < 500_000)
+    assert q.status(first) == "unknown"
+
+
+def test_retention_by_bytes(open_queue, path):
+    """`retention_bytes` bounds what is kept of the settled."""
+    q = open_queue(retention=3600, retention_bytes=500_000, segment_bytes=65536)
+    for _ in range(150):
+        q.put(os.urandom(20_000))
+        q.get().ack()
+    eventually(lambda: disk_bytes(path) < 1_200_000)
+    assert q.replay(offset="earliest") >= 15
+
+
+def test_caller_given_ids_are_kept_as_long_as_their_message(open_queue):
+    """With retention over, an id put long ago is free again; a live one never is."""
+    q = open_queue(retention=0, segment_bytes=65536)
+    q.put("waits", id="live", delay=3600)
+    q.put("x", id="settled")
+    q.get().ack()
+    for _ in range(10):
+        q.put_many([os.urandom(1000)] * 60)
+        drain(q)
+    eventually(lambda: q.status("settled") == "unknown")
+    assert q.status("live") == "delayed"
+    assert q.put("again", id="live") == "live"
+    assert q.stats()[:2] == (0, 1)
+    assert q.put("new", id="settled") == "settled"
+    assert drain(q) == ["new"]
+
+
+def test_survivors_of_a_freed_segment_keep_everything(open_store, path):
+    """What is carried to the end of the log keeps its id, place, history and content."""
+    store = open_store(retention=0, segment_bytes=65536)
+    q = store.queue(retry=weclaw.RetryPolicy(backoff=3600), visibility_timeout=None)
+    other = store.queue(group="g", start="earliest")
+    q.put("delayed", id="d", delay=3600, headers={"h": 1}, priority=3)
+    q.put("keyed 1", id="k1", key="k")
+    q.put("keyed 2", id="k2", key="k")
+    q.put("retried", id="r")
+    q.put("dead", id="x", headers={"h": 2})
+    q.put("held", id="held")
+    for msg in q.get_many(4):
+        if msg.id == "r":
+            msg.nack(reason="later")
+        elif msg.id == "x":
+            msg.fail("bad")
+        elif msg.id == "held":
+            held = msg
+        else:
+            keyed = msg
+    offset = held.offset
+    drain(other)
+    q.pause(0.01)
+    for _ in range(20):
+        other.put_many([os.urandom(1000)] * 60)
+        drain(q)
+        drain(other)
+    eventually(lambda: disk_bytes(path) < 700_000)
+    store.close()
+
+    store = open_store()
+    q = store.queue(retry=NO_WAIT)
+    statuses = {x: q.status(x) for x in ("d", "k1", "k2", "r", "x", "held")}
+    assert statuses == {
+        "d": "delayed",
+        "k1": "ready",
+        "k2": "delayed",
+        "r": "delayed",
+        "x": "dead",
+        "held": "ready",
+    }
+    letter = q.dlq.get("x")
+    assert (letter.body, letter.headers, letter.reason) == ("dead", {"h": 2}, "bad")
+    assert len(letter.failures) == 1
+    first = q.get(block=False)
+    second = q.get(block=False)
+    assert [first.id, second.id] == ["k1", "held"]
+    assert second.offset == offset
+    assert second.delivery_count == 2
+    assert keyed.id == "k1"
+    first.ack(result=1)
+    assert q.get(block=False).body == "keyed 2"
+    assert q.result("k1") == 1
+    delayed = next(m for m in q.peek(10) if m.id == "d")
+    assert (delayed.body, delayed.headers, delayed.priority) == ("delayed", {"h": 1}, 3)
+
+
+def test_a_key_blocked_delays_no_other(open_queue):
+    """Ten thousand keys, one of them blocked: all others flow."""
+    q = open_queue(flush="os")
+    q.put("blocks", key="bad", delay=60)
+    q.put_many([weclaw.Put(n, key=f"key {n % 5000}") for n in range(10_000)])
+    q.put_many([weclaw.Put("behind", key="bad") for _ in range(100)])
+    seen = 0
+    while True:
+        try:
+            batch = q.get_many(1000, block=False)
+        except weclaw.Empty:
+            break
+        seen += len(batch)
+        with q.transaction() as tx:
+            for msg in batch:
+                tx.ack(msg)
+    assert seen == 10_000
+    assert q.stats()[:3] == (0, 101, 0)
+
+
+def read_group(pipe, path, group):
+    q = weclaw.Queue(path, group=group)
+    got = []
+    while True:
+        try:
+            msg = q.get(timeout=1.0)
+        except weclaw.Empty:
+            break
+        got.append(msg.body)
+        msg.ack()
+    pipe.send(got)
+    q.close()
+
+
+def test_groups_in_several_processes(path, open_queue):
+    """Two groups of two processes each, and a producer: each group has each message once."""
+    q = open_queue()
+    children = [Child(read_group, path, group) for group in ("a", "a", "b", "b")]
+    try:
+        threads = [
+            threading.Thread(target=lambda k=k: [q.put([k, n]) for n in range(100)])
+            for k in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        got = [child.hear() for child in children]
+        for child in children:
+            child.end()
+    finally:
+        for child in children:
+            child.close()
+    wanted = sorted([k, n] for k in range(3) for n in range(100))
+    assert sorted(got[0] + got[1]) == wanted
+    assert sorted(got[2] + got[3]) == wanted
