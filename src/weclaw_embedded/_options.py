@@ -133,7 +133,7 @@ def _real(name: str, value: Any, *, infinite: bool = False) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.inf if value > 0 else -math.inf
+        number = math.inf if cast(int, value) > 0 else -math.inf
     if math.isnan(number) or (math.isinf(number) and not infinite):
         raise ValueError(f"{name} must be a finite number, not {value!r}")
     return number

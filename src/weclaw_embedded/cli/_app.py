@@ -1,0 +1,65 @@
+"""The command group, and the one place where errors become a line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from weclaw_embedded._version import __version__
+from weclaw_embedded.cli import control, demo, dlq, look, mend, put, work
+from weclaw_embedded.errors import WeclawError
+
+__all__ = ["app", "run"]
+
+
+@click.group(
+    name="weclawctl",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+@click.version_option(__version__, prog_name="weclawctl")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def app(debug: bool) -> None:
+    """Look at a queue file, feed it, work it off, mend it.
+
+    The first argument after the verb is the file. --debug may stand anywhere.
+    """
+
+
+for _group in (look, put, work, dlq, control, mend, demo):
+    for _command in _group.COMMANDS:
+        app.add_command(_command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit status and raises nothing."""
+    own = list(arguments)
+    end = own.index("--") if "--" in own else len(own)
+    debug = "--debug" in own[:end]
+    own = [word for i, word in enumerate(own) if i >= end or word != "--debug"]
+    try:
+        status = app.main(args=own, prog_name="weclawctl", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.ClickException as error:
+        if debug:
+            traceback.print_exc()
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("weclawctl: interrupted; nothing is left half done", err=True)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; without this the interpreter complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (WeclawError, OSError, ValueError, TypeError) as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            text = " ".join(str(error).split()) or type(error).__name__
+            click.echo(f"weclawctl: {text}", err=True)
+        return 1

@@ -1,0 +1,275 @@
+"""What the verbs share: opening, options, printing for people and for programs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Any, NoReturn, TypeVar, cast
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+import weclaw_embedded as weclaw
+
+__all__ = [
+    "Failure",
+    "age",
+    "ask",
+    "count",
+    "excerpt",
+    "fail",
+    "file_argument",
+    "group_option",
+    "json_option",
+    "jsonable",
+    "looking",
+    "must_exist",
+    "opened",
+    "plain",
+    "print_json",
+    "print_table",
+    "progress_bar",
+    "queue_of",
+    "readonly_option",
+    "size",
+    "topic_option",
+    "when",
+    "yes_option",
+]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Failure(click.ClickException):
+    """What was asked for was not done: one line on standard error, exit status 1."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"weclawctl: {self.message}", err=True)
+
+
+def fail(message: str) -> NoReturn:
+    raise Failure(message)
+
+
+# Options.
+
+file_argument: Callable[[Command], Command] = click.argument(
+    "file", type=click.Path(dir_okay=False)
+)
+topic_option: Callable[[Command], Command] = click.option(
+    "--topic", default="default", show_default=True, help="The topic."
+)
+group_option: Callable[[Command], Command] = click.option(
+    "--group", default="default", show_default=True, help="The consumer group."
+)
+json_option: Callable[[Command], Command] = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON for programs."
+)
+readonly_option: Callable[[Command], Command] = click.option(
+    "--readonly", is_flag=True, help="Open without the right to write."
+)
+yes_option: Callable[[Command], Command] = click.option(
+    "--yes", is_flag=True, help="Do it without asking."
+)
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Go on only with --yes or a yes from the terminal."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise Failure(f"{question} Nothing was done; add --yes to do it without being asked")
+    if not click.confirm(question, err=True):
+        raise Failure("nothing was done")
+
+
+def must_exist(file: str) -> None:
+    """Only put makes a file: a name misspelled elsewhere is an error, not an empty queue."""
+    if not os.path.lexists(file):
+        fail(f"{plain(file)}: there is no such file; 'weclawctl put' makes one")
+
+
+@contextlib.contextmanager
+def opened(file: str, *, readonly: bool = False, create: bool = False) -> Iterator[weclaw.Store]:
+    """The store of an existing file (any file with `create`), closed at the end."""
+    if not create:
+        must_exist(file)
+    with weclaw.open(file, readonly=readonly) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def looking(file: str, *, readonly: bool) -> Iterator[weclaw.Store]:
+    """The store, only to be looked at: a file that we may not write is opened readonly."""
+    with opened(file, readonly=readonly or not os.access(file, os.W_OK)) as store:
+        yield store
+
+
+def queue_of(store: weclaw.Store, topic: str, group: str, **options: Any) -> weclaw.Queue:
+    return store.queue(topic, group=group, **options)
+
+
+# For programs.
+
+
+def jsonable(value: Any) -> Any:
+    """The nearest JSON has: bytes as {"base64": …}, times in ISO 8601, NaN as a string."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"base64": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: jsonable(item) for name, item in value._asdict().items()}
+    if isinstance(value, dict):
+        return {_json_key(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [jsonable(item) for item in value]
+    return repr(value)
+
+
+def _json_key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, bytes):
+        return base64.b64encode(key).decode("ascii")
+    return json.dumps(jsonable(key))
+
+
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """One JSON document on standard output; indent=None for one line."""
+    text = json.dumps(jsonable(value), ensure_ascii=False, indent=indent)
+    # A lone surrogate can stand in a file's name; JSON has an escape for it, UTF-8 has not.
+    data = text.encode("utf-8", "backslashreplace") + b"\n"
+    sys.stdout.flush()
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        sys.stdout.write(data.decode("utf-8"))
+    else:
+        stream.write(data)
+        stream.flush()
+
+
+# For people.
+
+
+def plain(text: str) -> str:
+    """The text on one line, with nothing in it that a terminal would obey."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def excerpt(value: Any, width: int = 60) -> str:
+    """A body in one line of at most `width` characters."""
+    if isinstance(value, str):
+        text = value[: width + 1]
+    else:
+        text = json.dumps(jsonable(value), ensure_ascii=False)[: width + 1]
+    text = plain(text)
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 message", "1 000 messages"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}".replace(",", " ")
+
+
+def age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def size(number: int | None) -> str:
+    if number is None:
+        return "-"
+    amount = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def when(moment: datetime | None) -> str:
+    if moment is None:
+        return "-"
+    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def console(*, err: bool = False) -> Console:
+    stream = sys.stderr if err else sys.stdout
+    return Console(
+        file=stream,
+        width=None if stream.isatty() else 80,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+
+
+def print_table(
+    columns: Sequence[str | tuple[str, str]],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str | None = None,
+) -> None:
+    """A table; a column is its heading, or (heading, "right")."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for column in columns:
+        heading, justify = (column, "left") if isinstance(column, str) else column
+        table.add_column(heading, justify=cast(Any, justify), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(plain(str(cell))) for cell in row))
+    console().print(table)
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """Yield update(completed=…, total=…, label=…); shown on a terminal and nowhere else."""
+    if not sys.stderr.isatty():
+        yield lambda **_: None
+        return
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console(err=True),
+        expand=False,
+    ) as progress:
+        task = progress.add_task(label, total=total)
+
+        def update(
+            *, completed: int | None = None, total: int | None = None, label: str | None = None
+        ) -> None:
+            progress.update(task, completed=completed, total=total, description=label)
+
+        yield update

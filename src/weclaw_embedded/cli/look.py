@@ -1,0 +1,245 @@
+"""stats, health, peek, results: what is in there, and is it well?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import weclaw_embedded as weclaw
+from weclaw_embedded.cli import _common as common
+
+__all__ = ["COMMANDS"]
+
+
+@click.command()
+@common.file_argument
+@common.topic_option
+@common.group_option
+@common.json_option
+@common.readonly_option
+def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> None:
+    """Count what is in FILE: ready, leased, delayed, dead, settled.
+
+    People see every topic and group there is; with --json, the counts of --topic and --group
+    come first, and "groups" has all of them.
+    """
+    with common.looking(file, readonly=readonly) as store:
+        mine = common.queue_of(store, topic, group).stats()
+        groups = [
+            {"topic": name, "group": member, **_counts(store, name, member)}
+            for name, member in _groups(store)
+        ]
+    if as_json:
+        common.print_json({"topic": topic, "group": group, **mine._asdict(), "groups": groups})
+        return
+    if (topic, group) not in ((found["topic"], found["group"]) for found in groups):
+        groups.append({"topic": topic, "group": group, **mine._asdict()})
+    fields = ("ready", "delayed", "leased", "dead", "settled")
+    common.print_table(
+        ["topic", "group", *((name, "right") for name in fields), ("oldest", "right")],
+        [
+            (
+                found["topic"],
+                found["group"],
+                *(found[name] for name in fields),
+                common.age(found["oldest_age_s"]),
+            )
+            for found in groups
+        ],
+    )
+    lag = mine.replica_lag
+    click.echo(
+        f"file {common.size(mine.file_bytes)}, reclaimable {common.size(mine.reclaimable_bytes)}, "
+        f"damaged {_number(mine.damaged)}"
+        + (
+            ""
+            if lag is None
+            else f", replica {'level' if lag == 0 else f'{common.size(lag)} behind'}"
+        )
+    )
+
+
+def _groups(store: weclaw.Store) -> list[tuple[str, str]]:
+    return [(found[0], found[1]) for found in store.groups()]
+
+
+def _counts(store: weclaw.Store, topic: str, group: str) -> dict[str, Any]:
+    return common.queue_of(store, topic, group).stats()._asdict()
+
+
+def _number(damaged: Any) -> int:
+    return damaged if isinstance(damaged, int) else len(damaged)
+
+
+@click.command()
+@common.file_argument
+@click.option("--max-backlog", type=click.IntRange(min=0), help="Ready and delayed, per group.")
+@click.option("--max-age", type=click.FloatRange(min=0), help="Age of the oldest, in seconds.")
+@click.option("--max-dead", type=click.IntRange(min=0), help="Dead letters, per group.")
+@click.option("--max-lag", type=click.IntRange(min=0), help="Bytes the replica is behind.")
+@click.option("--topic", help="Only this topic; default: all.")
+@click.option("--group", help="Only this group; default: all.")
+@common.json_option
+@common.readonly_option
+@click.pass_context
+def health(
+    context: click.Context,
+    file: str,
+    max_backlog: int | None,
+    max_age: float | None,
+    max_dead: int | None,
+    max_lag: int | None,
+    topic: str | None,
+    group: str | None,
+    as_json: bool,
+    readonly: bool,
+) -> int:
+    """Check FILE, one line a check. Ends with 1 if any is bad.
+
+    A file that can't be opened, or has damage, is bad; so is what breaks a limit given here.
+    """
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, value: Any, limit: float | None, *, bad: bool, **where: Any) -> None:
+        checks.append({"check": name, "ok": not bad, "value": value, "limit": limit, **where})
+
+    try:
+        with common.looking(file, readonly=readonly) as store:
+            pairs = [
+                pair
+                for pair in _groups(store)
+                if topic in (None, pair[0]) and group in (None, pair[1])
+            ] or [(topic or "default", group or "default")]
+            counts = [(pair, common.queue_of(store, *pair).stats()) for pair in pairs]
+    except (common.Failure, weclaw.WeclawError, OSError) as error:
+        text = error.message if isinstance(error, common.Failure) else str(error)
+        check("opens", text, None, bad=True)
+        counts = []
+    else:
+        first = counts[0][1]
+        check("opens", "yes", None, bad=False)
+        damaged = _number(first.damaged)
+        check("damaged", damaged, 0, bad=damaged > 0)
+        if first.replica_lag is not None or max_lag is not None:
+            lag = first.replica_lag
+            late = max_lag is not None and (lag is None or lag > max_lag)
+            check("replica_lag", lag, max_lag, bad=late)
+    for pair, found in counts:
+        where = {"topic": pair[0], "group": pair[1]}
+        backlog = found.ready + found.delayed
+        oldest = found.oldest_age_s
+        check("backlog", backlog, max_backlog, bad=_over(backlog, max_backlog), **where)
+        check("oldest_age_s", oldest, max_age, bad=_over(oldest, max_age), **where)
+        check("dead", found.dead, max_dead, bad=_over(found.dead, max_dead), **where)
+
+    ok = all(found["ok"] for found in checks)
+    if as_json:
+        common.print_json({"file": file, "ok": ok, "checks": checks})
+    else:
+        for found in checks:
+            click.echo(_line(found))
+    return 0 if ok else 1
+
+
+def _over(value: float | None, limit: float | None) -> bool:
+    return limit is not None and value is not None and value > limit
+
+
+def _line(found: dict[str, Any]) -> str:
+    name, value, limit = found["check"], found["value"], found["limit"]
+    if name == "oldest_age_s":
+        name, value = "oldest", common.age(value)
+        limit = None if limit is None else common.age(limit)
+    place = f" {found['topic']}/{found['group']}" if "topic" in found else ""
+    bound = "" if limit is None else f" (limit {limit})"
+    mark = "ok " if found["ok"] else "BAD"
+    return common.plain(f"{mark} {name}{place}: {'-' if value is None else value}{bound}")
+
+
+@click.command()
+@common.file_argument
+@click.option("-n", "--limit", "limit", type=click.IntRange(min=1), default=100, show_default=True)
+@common.topic_option
+@common.group_option
+@common.json_option
+@common.readonly_option
+def peek(file: str, limit: int, topic: str, group: str, as_json: bool, readonly: bool) -> None:
+    """Show what FILE would deliver next. Takes nothing."""
+    with common.looking(file, readonly=readonly) as store:
+        found = [_message(msg) for msg in common.queue_of(store, topic, group).peek(limit)]
+    if as_json:
+        common.print_json(found)
+    elif not found:
+        click.echo("nothing is ready")
+    else:
+        common.print_table(
+            ["id", ("pr", "right"), "put (UTC)", "body"],
+            [
+                (
+                    msg["id"],
+                    msg["priority"],
+                    common.when(msg["enqueued_at"]),
+                    common.excerpt(msg.get("body_error", msg["body"]), 120),
+                )
+                for msg in found
+            ],
+        )
+
+
+def _message(msg: weclaw.Message) -> dict[str, Any]:
+    names = ("id", "key", "priority", "headers", "topic", "offset", "enqueued_at")
+    found: dict[str, Any] = {name: getattr(msg, name) for name in names}
+    try:
+        found["body"] = msg.body
+    except weclaw.SerializationError as error:
+        found["body"] = None
+        found["body_error"] = str(error)
+    return found
+
+
+@click.command()
+@common.file_argument
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@common.topic_option
+@common.group_option
+@common.json_option
+@common.readonly_option
+def results(
+    file: str, ids: tuple[str, ...], topic: str, group: str, as_json: bool, readonly: bool
+) -> int:
+    """Show the results of messages of FILE. Ends with 1 unless all are done."""
+    found = []
+    with common.looking(file, readonly=readonly) as store:
+        queue = common.queue_of(store, topic, group)
+        for id in ids:
+            entry: dict[str, Any] = {"id": id, "status": queue.status(id), "result": None}
+            try:
+                entry["result"] = queue.result(id)
+                entry["status"] = "done"
+            except weclaw.DeadLetterError as error:
+                entry["status"] = "dead"
+                entry["reason"] = error.letter.reason
+            except (weclaw.Empty, KeyError):
+                pass  # the status says why there is none
+            found.append(entry)
+    if as_json:
+        common.print_json(found)
+    else:
+        common.print_table(
+            ["id", "status", "result"],
+            [
+                (
+                    entry["id"],
+                    entry["status"],
+                    common.excerpt(entry["result"], 2000)
+                    if entry["status"] == "done"
+                    else entry.get("reason", "-"),
+                )
+                for entry in found
+            ],
+        )
+    return 0 if all(entry["status"] == "done" for entry in found) else 1
+
+
+COMMANDS = [stats, health, peek, results]

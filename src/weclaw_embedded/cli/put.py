@@ -1,0 +1,186 @@
+"""put: messages from standard input, a file or the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+import weclaw_embedded as weclaw
+from weclaw_embedded.cli import _common as common
+
+__all__ = ["COMMANDS"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+@click.command()
+@common.file_argument
+@click.argument("bodies", nargs=-1, metavar="[BODY]...")
+@click.option("--input", "source", type=click.Path(dir_okay=False), help="Read from this file.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["jsonl", "csv"]),
+    help="Of the input; default: csv if its name ends so, else jsonl.",
+)
+@click.option("--topic", default="default", show_default=True, help="The topic.")
+@click.option("--key-field", help="Take each message's key from this field of its body.")
+@click.option("--id-field", help="Take each message's id from this field of its body.")
+@click.option("--priority", type=click.IntRange(0, 9), default=0, show_default=True)
+@click.option("--delay", type=click.FloatRange(min=0), default=0.0, help="Seconds until it is due.")
+@click.option("--ttl", type=click.FloatRange(min=0, min_open=True), help="Seconds until it dies.")
+@common.json_option
+def put(
+    file: str,
+    bodies: tuple[str, ...],
+    source: str | None,
+    form: str | None,
+    topic: str,
+    key_field: str | None,
+    id_field: str | None,
+    priority: int,
+    delay: float,
+    ttl: float | None,
+    as_json: bool,
+) -> None:
+    """Put messages into FILE, which is made if it is missing.
+
+    Without a BODY they are read from standard input, one JSON object a line:
+
+        weclawctl put tasks.wq < tasks.jsonl
+
+    A BODY is JSON if it can be read as such, else text. What was put is on disk; an input that
+    can't be read stops at its line, and says so. With --id-field, putting it again puts nothing
+    twice.
+    """
+    if bodies and source is not None:
+        raise click.UsageError("give either bodies or --input, not both")
+    if not bodies and source is None and sys.stdin.isatty():
+        raise click.UsageError("nothing to put: give a body, --input, or a pipe")
+
+    total = 0
+    fault: str | None = None
+    with common.opened(file, create=True) as store:
+        queue = store.queue(topic)
+        with common.progress_bar("put", None) as update:
+            for batch, fault in _batches(bodies, source, form):
+                messages = []
+                for line, body in batch:
+                    try:
+                        fields = _fields(body, key=key_field, id=id_field)
+                    except ValueError as error:
+                        fault = f"line {line}: {error}"
+                        break
+                    messages.append(
+                        weclaw.Put(body, priority=priority, delay=delay, ttl=ttl, **fields)
+                    )
+                ids = queue.put_many(messages) if messages else []
+                total += len(ids)
+                update(completed=total)
+                if as_json:
+                    for message_id in ids:
+                        common.print_json({"id": message_id}, indent=None)
+                if fault is not None:
+                    break
+    if fault is not None:
+        common.fail(
+            f"{fault}; the {common.count(total, 'message')} before it are put; correct it and put "
+            "the rest"
+        )
+    if not as_json:
+        click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}")
+
+
+Batch = tuple[list[tuple[int, Any]], "str | None"]
+
+
+def _batches(bodies: tuple[str, ...], source: str | None, form: str | None) -> Iterator[Batch]:
+    """Yield ([(line, body)], fault): what is there already is put without waiting for more."""
+    if bodies:
+        yield [(i, _from_argument(text)) for i, text in enumerate(bodies, 1)], None
+        return
+    if form is None:
+        form = "csv" if source is not None and source.lower().endswith(".csv") else "jsonl"
+    fd = 0 if source is None else os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield from _csv(fd) if form == "csv" else _jsonl(fd)
+    finally:
+        if source is not None:
+            os.close(fd)
+
+
+def _from_argument(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        if text.lstrip()[:1] in ("{", "["):
+            raise common.Failure(
+                f"{common.excerpt(text)} looks like JSON but is not: {error}; nothing was put"
+            ) from None
+        return text
+
+
+def _jsonl(fd: int) -> Iterator[Batch]:
+    line = 0
+    rest = b""
+    while True:
+        chunk = os.read(fd, _CHUNK_BYTES)
+        *lines, rest = (rest + chunk).split(b"\n")
+        if not chunk:
+            lines, rest = [rest], b""
+        batch: list[tuple[int, Any]] = []
+        fault = None
+        for raw in lines:
+            line += 1
+            text = raw.strip().removeprefix(b"\xef\xbb\xbf")
+            if not text:
+                continue
+            try:
+                batch.append((line, json.loads(text)))
+            except (ValueError, RecursionError) as error:
+                fault = f"line {line} is not JSON: {error}"
+                break
+        yield batch, fault
+        if not chunk:
+            return
+
+
+def _csv(fd: int) -> Iterator[Batch]:
+    with io.open(fd, encoding="utf-8-sig", newline="", closefd=False) as stream:
+        reader = csv.DictReader(stream, restval="", strict=True)
+        batch: list[tuple[int, Any]] = []
+        try:
+            for row in reader:
+                if None in row:
+                    raise csv.Error("more fields than the heading has")
+                batch.append((reader.line_num, row))
+                if len(batch) == 1000:
+                    yield batch, None
+                    batch = []
+        except (csv.Error, UnicodeDecodeError) as error:
+            yield batch, f"line {reader.line_num + 1} is not CSV: {error}"
+            return
+        yield batch, None
+
+
+def _fields(body: Any, **names: str | None) -> dict[str, str]:
+    """The values of the fields that hold key and id."""
+    found = {}
+    for use, name in names.items():
+        if name is None:
+            continue
+        value = body.get(name) if isinstance(body, dict) else None
+        if value is None or isinstance(value, (dict, list)):
+            raise ValueError(f"there is no field {name!r} to take the {use} from")
+        found[use] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+COMMANDS = [put]
