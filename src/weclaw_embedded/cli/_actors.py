@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import weclaw_embedded as weclaw
@@ -110,7 +111,7 @@ def memory_again() -> None:
     tell("found", asyncio.run(run()))
 
 
-ACTORS = {
+ACTORS: dict[str, Callable[..., None]] = {
     "produce": produce,
     "consume": consume,
     "hold": hold,

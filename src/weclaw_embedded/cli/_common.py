@@ -193,7 +193,7 @@ def excerpt(value: Any, width: int = 60) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 message", "1 000 messages"."""
+    """As in `1 message` and `1 000 messages`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}".replace(",", " ")
 
 

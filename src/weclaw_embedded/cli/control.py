@@ -67,8 +67,7 @@ def purge(file: str, yes: bool, topic: str, group: str, as_json: bool) -> None:
         where = f"topic {topic!r}, group {group!r}"
         if number:
             common.ask(f"Take {common.count(number, 'message')} of {where} away for good?", yes=yes)
-        done = queue.purge()
-    purged = done if isinstance(done, int) else number
+        purged = queue.purge()
     if as_json:
         common.print_json({"purged": purged})
     else:

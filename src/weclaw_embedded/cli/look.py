@@ -133,12 +133,12 @@ def health(
         check("oldest_age_s", oldest, max_age, bad=_over(oldest, max_age), **where)
         check("dead", found.dead, max_dead, bad=_over(found.dead, max_dead), **where)
 
-    ok = all(found["ok"] for found in checks)
+    ok = all(one["ok"] for one in checks)
     if as_json:
         common.print_json({"file": file, "ok": ok, "checks": checks})
     else:
-        for found in checks:
-            click.echo(_line(found))
+        for one in checks:
+            click.echo(_line(one))
     return 0 if ok else 1
 
 

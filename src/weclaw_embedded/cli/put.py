@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import sys
@@ -74,12 +73,15 @@ def put(
                 messages = []
                 for line, body in batch:
                     try:
-                        fields = _fields(body, key=key_field, id=id_field)
+                        key = _field(body, key_field, "key")
+                        own_id = _field(body, id_field, "id")
                     except ValueError as error:
                         fault = f"line {line}: {error}"
                         break
                     messages.append(
-                        weclaw.Put(body, priority=priority, delay=delay, ttl=ttl, **fields)
+                        weclaw.Put(
+                            body, id=own_id, key=key, priority=priority, delay=delay, ttl=ttl
+                        )
                     )
                 ids = queue.put_many(messages) if messages else []
                 total += len(ids)
@@ -153,7 +155,7 @@ def _jsonl(fd: int) -> Iterator[Batch]:
 
 
 def _csv(fd: int) -> Iterator[Batch]:
-    with io.open(fd, encoding="utf-8-sig", newline="", closefd=False) as stream:
+    with open(fd, encoding="utf-8-sig", newline="", closefd=False) as stream:
         reader = csv.DictReader(stream, restval="", strict=True)
         batch: list[tuple[int, Any]] = []
         try:
@@ -170,17 +172,14 @@ def _csv(fd: int) -> Iterator[Batch]:
         yield batch, None
 
 
-def _fields(body: Any, **names: str | None) -> dict[str, str]:
-    """The values of the fields that hold key and id."""
-    found = {}
-    for use, name in names.items():
-        if name is None:
-            continue
-        value = body.get(name) if isinstance(body, dict) else None
-        if value is None or isinstance(value, (dict, list)):
-            raise ValueError(f"there is no field {name!r} to take the {use} from")
-        found[use] = value if isinstance(value, str) else json.dumps(value)
-    return found
+def _field(body: Any, name: str | None, use: str) -> str | None:
+    """The text of the field that holds the key or id."""
+    if name is None:
+        return None
+    value = body.get(name) if isinstance(body, dict) else None
+    if value is None or isinstance(value, (dict, list)):
+        raise ValueError(f"there is no field {name!r} to take the {use} from")
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 COMMANDS = [put]

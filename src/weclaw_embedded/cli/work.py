@@ -114,7 +114,7 @@ def _load(spec: str) -> Handler:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # noqa: BLE001  the module is the user's code
+    except Exception as error:  # the module is the user's code
         raise click.UsageError(f"{spec}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise click.UsageError(f"{spec} is not callable")
@@ -193,7 +193,7 @@ class _Crew:
                 self._work(msg)
         except weclaw.ClosedError:
             return  # the grace is over and the store was closed
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  run() raises it in the main thread
             self._broken = error
             self._stop.set()
 
