@@ -43,6 +43,7 @@ __all__ = [
     "create_whole",
     "disk_sequence",
     "drop_cache",
+    "has_hole",
     "identity",
     "is_locked",
     "is_network_file_system",
@@ -232,6 +233,14 @@ def allocated(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
+def has_hole(fd: int, offset: int, n: int) -> bool:
+    """Whether a part of the range has no space of its own yet; True when that can't be told."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_HOLE) < offset + n
+    except (OSError, AttributeError):
+        return True
+
+
 # Durability ---------------------------------------------------------------------------------
 
 if sys.platform == "darwin":
@@ -301,7 +310,7 @@ def create_whole(
 
     `content_writer` is called with the descriptor of a temporary file beside it.  Raises
     FileExistsError when the name is taken; with `replace_empty` a file of no bytes is not in
-    the way (the caller sees to it that nobody else is creating it meanwhile).
+    the way.
     """
     directory, name = os.path.split(path)
     directory = directory or "."
@@ -316,9 +325,7 @@ def create_whole(
         os.fchmod(fd, mode)
         content_writer(fd)
         sync_all(fd)
-        if replace_empty and _is_empty_file(path):
-            os.replace(temporary, path)
-        else:
+        if not (replace_empty and _replace_empty_file(temporary, path)):
             _link_into_place(temporary, path)
         sync_dir(directory)
     except OSError as error:
@@ -329,12 +336,23 @@ def create_whole(
             os.unlink(temporary)
 
 
-def _is_empty_file(path: str) -> bool:
+def _replace_empty_file(temporary: str, path: str) -> bool:
+    """Move over a file of no bytes, if that is what has the name."""
     try:
-        found = os.stat(path)
+        fd = open_rw(path)
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == 0
+    try:
+        # Two creators may have found it empty.  Who comes second through this lock finds that
+        # the name has another file, and must not replace that.
+        lock(fd, 0, exclusive=True)
+        ours, named = os.fstat(fd), os.stat(path)
+        if not os.path.samestat(ours, named) or named.st_size or not stat.S_ISREG(named.st_mode):
+            return False
+        os.replace(temporary, path)
+        return True
+    finally:
+        os.close(fd)
 
 
 def _link_into_place(temporary: str, path: str) -> None:

@@ -6,6 +6,7 @@ that a test holds equal to it.
     file       header block (4096 bytes), then slots of `segment_bytes` each
     header     16s magic, I version, I segment_bytes, 16s store_id, Q epoch, Q generation,
                Q created_us, I crc; twice: at 0 and at 2048
+    head record  4s magic, I crc, Q head; at 1024: the first segment that is kept
     slot       slot header (64 bytes), frame parts, zeros, the slot header again (last 64 bytes)
     slot header  4s magic, I crc, Q segment, I salt, I prev_salt, Q prev_end, Q head, Q epoch,
                Q checkpoint, Q created_us
@@ -36,6 +37,7 @@ __all__ = [
     "ENVELOPE_BYTES",
     "FIRST",
     "HEADER_BYTES",
+    "HEAD_RECORD_AT",
     "LAST_PART",
     "MAGIC",
     "MAX_FRAME_BYTES",
@@ -55,14 +57,16 @@ __all__ = [
     "VERSION",
     "VOUCH",
     "WHOLE",
-    "Header",
+    "FileHeader",
     "SlotHeader",
     "check_segment_bytes",
     "envelopes",
+    "pack_head",
     "pack_header",
     "pack_slot",
     "part_checksum",
     "policy_of",
+    "unpack_head",
     "unpack_header",
     "unpack_slot",
 ]
@@ -73,6 +77,10 @@ HEADER_BYTES = 4096
 _COPY_AT = 2048
 _HEADER = Struct("<16sII16sQQQ")
 _CRC = Struct("<I")
+
+HEAD_RECORD_AT = 1024  # in the header block
+_HEAD_MAGIC = b"WQHD"
+_HEAD = Struct("<4sIQ")
 
 SLOT_MAGIC = b"WQSG"
 SLOT_BYTES = 64  # of a slot header; a slot has one at each end
@@ -109,7 +117,7 @@ MAX_SEGMENT_BYTES = 1 << 30
 MAX_FRAME_BYTES = (1 << 30) + (1 << 28)  # 1 GiB of messages and what goes with them
 
 
-class Header(NamedTuple):
+class FileHeader(NamedTuple):
     """What the file says about itself."""
 
     segment_bytes: int
@@ -127,7 +135,7 @@ class SlotHeader(NamedTuple):
     salt: int
     prev_salt: int  # of the segment before; 0 for the first one
     prev_end: int  # offset at which the frames of the segment before end
-    head: int  # the first segment that was kept when this one began
+    head: int  # what the head record said when this segment began
     epoch: int
     checkpoint: int  # offset of the latest Checkpoint frame then; 0: none
     created_us: int
@@ -143,7 +151,7 @@ def check_segment_bytes(n: int) -> int:
     return n
 
 
-def pack_header(header: Header) -> bytes:
+def pack_header(header: FileHeader) -> bytes:
     """The header block: both copies, and zeros between and after."""
     fields = _HEADER.pack(
         MAGIC,
@@ -158,13 +166,13 @@ def pack_header(header: Header) -> bytes:
     return copy + copy.ljust(HEADER_BYTES - _COPY_AT, b"\0")
 
 
-def unpack_header(block: bytes, name: str = "the file") -> Header:
+def unpack_header(block: bytes, name: str = "the file") -> FileHeader:
     """Read the header block of a file (what there is of its first 4096 bytes).
 
     Raises NotAQueueError when the magic is nowhere, FormatVersionError when the version (judged
     before any checksum) is newer, CorruptError when neither copy is whole.
     """
-    best: Header | None = None
+    best: FileHeader | None = None
     ours = False
     for at in (0, _COPY_AT):
         copy = block[at : at + _HEADER.size + _CRC.size]
@@ -195,7 +203,7 @@ def unpack_header(block: bytes, name: str = "the file") -> Header:
     )
 
 
-def _unpack_copy(copy: bytes) -> Header | None:
+def _unpack_copy(copy: bytes) -> FileHeader | None:
     if len(copy) < _HEADER.size + _CRC.size:
         return None
     if _CRC.unpack_from(copy, _HEADER.size)[0] != crc32(copy[: _HEADER.size]):
@@ -207,7 +215,22 @@ def _unpack_copy(copy: bytes) -> Header | None:
         return None
     if version != VERSION:
         return None
-    return Header(segment_bytes, store_id, epoch, generation, created_us, version)
+    return FileHeader(segment_bytes, store_id, epoch, generation, created_us, version)
+
+
+def pack_head(head: int, store_id: bytes) -> bytes:
+    """The head record: segments before `head` are gone, whatever is found of them."""
+    fields = head.to_bytes(8, "little")
+    return _HEAD_MAGIC + _CRC.pack(crc32(fields, crc32(store_id))) + fields
+
+
+def unpack_head(block: bytes, store_id: bytes) -> int:
+    """The head that a header block records; 0 when it records none that is whole."""
+    data = block[HEAD_RECORD_AT : HEAD_RECORD_AT + _HEAD.size]
+    if len(data) < _HEAD.size or data[:4] != _HEAD_MAGIC:
+        return 0
+    _, crc, head = _HEAD.unpack(data)
+    return int(head) if crc == crc32(data[8:], crc32(store_id)) else 0
 
 
 def pack_slot(slot: SlotHeader, store_id: bytes) -> bytes:

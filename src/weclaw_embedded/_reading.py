@@ -1,0 +1,291 @@
+"""Reading records by their offset, and what else can be asked of a log without changing it.
+
+Invariants: a record is handed out only from a part whose checksum holds, and only at an offset
+where a record really begins: bytes inside a body are never taken for one.  What is remembered
+between calls are copies of checked bytes, which stay true for as long as their segment is kept.
+
+It must not know what records mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NoReturn
+from zlib import crc32
+
+from . import _files
+from ._format import (
+    ENVELOPE,
+    ENVELOPE_BYTES,
+    FIRST,
+    LAST_PART,
+    MAX_FRAME_BYTES,
+    PART,
+    PART_BYTES,
+    PART_WITH_ENVELOPE,
+    REST,
+    SLOT_BYTES,
+    envelopes,
+)
+from ._scan import BadPartError, Frame, OnDamage, check_part, collect, walk
+from ._segments import CHECKPOINT, HEAD, TAIL, MissingSegmentError, Segments
+from .errors import CorruptError
+
+__all__ = ["Reading"]
+
+_SMALL_WINDOW = 4096
+_LARGE_WINDOW = 64 << 10
+_MASK = 0xFFFFFFFF
+
+
+class Reading(Segments):
+    """The part of a log that only looks."""
+
+    # A window of the file: bytes of one segment, from `_window_at` on, all of them below the tail
+    # when they were read.
+    _window = b""
+    _window_at = 0
+    _window_bytes = _SMALL_WINDOW
+    # The last part with more than one record, or larger than the window, that was checked:
+    # (its offset, its bytes, position of each envelope -> length, its time).
+    _part: tuple[int, bytes, dict[int, int], int] = (0, b"", {}, 0)
+    # Where the log was last known to end, and (offset, checksum) of the frame that ends there.
+    _last: tuple[int, tuple[int, int]] = (-1, (0, 0))
+
+    def read(self, offset: int) -> bytes:
+        """The bytes of the record at `offset`, checked.
+
+        Raises LookupError when no record begins there or it is no longer kept, CorruptError when
+        it is damaged.
+        """
+        at = offset - self._window_at
+        window = self._window
+        if 24 <= at <= len(window) - 8:
+            crc, length, commit_flags, _, n, back = PART_WITH_ENVELOPE.unpack_from(window, at - 24)
+            end = at + n + 8
+            if (
+                back == 24
+                and n + 8 == length
+                and end <= len(window)
+                and commit_flags & 1
+                and offset >> self.bits >= self.state.words[HEAD]
+                and crc32(
+                    window[at - 20 : end],
+                    (self._places[offset >> self.bits][1] + offset - 24) & _MASK,
+                )
+                == crc
+            ):
+                return window[at + 8 : end]
+        return self._read(offset)
+
+    def _read(self, offset: int) -> bytes:
+        """Read by way of the file: the general case of `read`."""
+        if self._part[0] < offset < self._part[0] + len(self._part[1]):
+            if offset >> self.bits < self.state.words[HEAD]:
+                self._gone(offset)
+            return self._record(offset)
+        if self._fill_window(offset):
+            return self.read(offset)
+        self._load_part(offset)
+        return self._record(offset)
+
+    def _fill_window(self, offset: int) -> bool:
+        """Read ahead from a record's place; True when `read` finds it there now."""
+        segment = offset >> self.bits
+        begin = offset - PART_BYTES
+        if begin < (segment << self.bits) + SLOT_BYTES or offset + 8 >= self.state.words[TAIL]:
+            return False
+        try:
+            shift, salt = self.place(segment)
+        except MissingSegmentError as error:
+            raise CorruptError(offset, error.reason) from None
+        if 0 <= begin - self._window_at - len(self._window) + 512 < 1024:
+            # Read on where the last window ended: somebody goes through the log.
+            self._window_bytes = min(2 * self._window_bytes, _LARGE_WINDOW)
+        else:
+            self._window_bytes = _SMALL_WINDOW
+        stop = min(self.limit(segment), self.state.words[TAIL])
+        data = _files.read_at(self.fd, min(self._window_bytes, stop - begin), begin + shift)
+        if len(data) < 32:
+            return False
+        crc, length, commit_flags, _, n, back = PART_WITH_ENVELOPE.unpack_from(data)
+        end = PART_BYTES + length
+        if back != 24 or n + 8 != length or not commit_flags & FIRST or end > len(data):
+            return False
+        if crc32(data[4:end], (salt + begin) & _MASK) != crc:
+            return False
+        self._window, self._window_at = data, begin
+        return True
+
+    def _load_part(self, offset: int) -> None:
+        """Read and check the part in which the record at `offset` begins."""
+        segment = offset >> self.bits
+        first = (segment << self.bits) + SLOT_BYTES
+        if offset + ENVELOPE_BYTES >= self.state.words[TAIL]:
+            raise LookupError(f"offset {offset} is beyond the end of the log")
+        try:
+            shift, _ = self.place(segment)
+            data = _files.read_at(self.fd, ENVELOPE_BYTES, offset + shift)
+            if len(data) < ENVELOPE_BYTES or offset < first:
+                raise LookupError(f"no record begins at offset {offset}")
+            length, back = ENVELOPE.unpack(data)
+            begin = offset - back
+            if not length or length > MAX_FRAME_BYTES or begin < first or back < PART_BYTES:
+                self._no_record(offset)
+            commit_flags, time_us, part = check_part(self, begin, self.limit(segment))
+            found = dict(envelopes(part, bool(commit_flags & FIRST)))
+        except MissingSegmentError as error:
+            raise CorruptError(offset, error.reason) from None
+        except (BadPartError, ValueError):
+            self._no_record(offset)
+        if segment < self.state.words[HEAD]:
+            self._gone(offset)
+        if offset - begin not in found:
+            raise LookupError(f"no record begins at offset {offset}")
+        self._part = (begin, part, found, time_us)
+
+    def _record(self, offset: int) -> bytes:
+        begin, part, found, time_us = self._part
+        at = offset - begin
+        length = found.get(at)
+        if length is None:
+            raise LookupError(f"no record begins at offset {offset}")
+        piece = part[at + ENVELOPE_BYTES : at + ENVELOPE_BYTES + length]
+        if len(piece) == length:
+            return piece
+        pieces, missing = [piece], length - len(piece)
+        segment = offset >> self.bits
+        try:
+            while missing:
+                segment += 1
+                following = (segment << self.bits) + SLOT_BYTES
+                commit_flags, other_us, part = check_part(self, following, self.limit(segment))
+                rest = REST.unpack_from(part, PART_BYTES)[0] if len(part) > 28 else -1
+                if commit_flags & FIRST or other_us != time_us or rest != missing:
+                    raise BadPartError(following, "the record isn't continued")
+                piece = part[28 : 28 + missing]
+                pieces.append(piece)
+                missing -= len(piece)
+        except BadPartError as bad:
+            raise CorruptError(offset, f"{bad.reason} (at {bad.offset})") from None
+        except MissingSegmentError as error:
+            raise CorruptError(offset, error.reason) from None
+        return b"".join(pieces)
+
+    def _gone(self, offset: int) -> NoReturn:
+        raise LookupError(f"offset {offset} is no longer kept")
+
+    def _no_record(self, offset: int) -> NoReturn:
+        """Say why there is no record at `offset`: damage, or none ever began there."""
+        segment = offset >> self.bits
+        if segment < self.state.words[HEAD]:
+            self._gone(offset)
+        spots: list[tuple[int, str]] = []
+        end = min(offset + 1, self.state.words[TAIL])
+        last_end = segment << self.bits
+        for frame in walk(
+            self,
+            segment << self.bits,
+            end,
+            on_damage=lambda offset, reason: spots.append((offset, reason)),
+        ):
+            last_end = frame[1]
+            if frame[0] <= offset < frame[1]:
+                break
+        if spots and spots[-1][0] <= offset and last_end <= offset:
+            raise CorruptError(offset, spots[-1][1])
+        raise LookupError(f"no record begins at offset {offset}")
+
+    def time_of(self, offset: int) -> int:
+        """The time (us) of the frame that the record at `offset` is in."""
+        at = offset - self._window_at
+        if 24 <= at <= len(self._window) - 8 and offset >> self.bits >= self.state.words[HEAD]:
+            back = ENVELOPE.unpack_from(self._window, at)[1]
+            if back == 24:
+                self.read(offset)
+                if self._window_at <= offset - 24:
+                    return int(PART.unpack_from(self._window, offset - 24 - self._window_at)[3])
+        self._load_part(offset)
+        return self._part[3]
+
+    def salt(self, offset: int) -> int:
+        """The salt of the segment that `offset` is in."""
+        return self.place(offset >> self.bits)[1]
+
+    def frames(
+        self, start: int, end: int, *, check: bool = True, on_damage: OnDamage | None = None
+    ) -> Iterator[Frame]:
+        """Yield the frames, each checked and whole.
+
+        From `start`, a frame's offset or the beginning of a segment, up to `end`.  Damage is told
+        to `on_damage(offset, reason)` and passed over; without it, CorruptError.  LookupError
+        when `start` is no longer kept.
+        """
+        return walk(self, start, end, check=check, on_damage=on_damage)
+
+    def next_boundary(self, offset: int) -> int:
+        """The first frame at or after `offset`; the tail when there is none."""
+        tail = self.state.words[TAIL]
+        segment = max(offset >> self.bits, self.state.words[HEAD])
+        for frame in walk(self, segment << self.bits, tail, check=False, on_damage=lambda *_: None):
+            if frame[0] >= offset:
+                return frame[0]
+        return tail
+
+    @property
+    def head_offset(self) -> int:
+        """Where what is kept begins; `frames` can start there."""
+        return self.state.words[HEAD] << self.bits
+
+    def checkpoint(self) -> int:
+        """The offset of the latest Checkpoint frame's first record; 0 when there is none."""
+        offset = self.state.words[CHECKPOINT]
+        return offset if offset >= self.head_offset else 0
+
+    @property
+    def last_frame(self) -> tuple[int, int]:
+        """(offset, checksum) of the frame that ends at the tail; (0, 0) in an empty log."""
+        tail = self.state.words[TAIL]
+        if self._last[0] != tail:
+            self._last = (tail, self._find_last(tail))
+        return self._last[1]
+
+    def _find_last(self, tail: int) -> tuple[int, int]:
+        segment = (tail - 1) >> self.bits
+        while segment >= self.state.words[HEAD]:
+            found = None
+            for frame in walk(
+                self, segment << self.bits, tail, check=False, on_damage=lambda *_: None
+            ):
+                found = frame
+            if found is not None:
+                return found[0], self._checksum(found[0])
+            segment -= 1
+        return 0, 0
+
+    def _checksum(self, offset: int) -> int:
+        shift, _ = self.place(offset >> self.bits)
+        return int.from_bytes(_files.read_at(self.fd, 4, offset + shift), "little")
+
+    def last_time_us(self) -> int:
+        """The time of the last frame; 0 in an empty log."""
+        offset, _ = self.last_frame
+        if not offset:
+            return 0
+        shift, _ = self.place(offset >> self.bits)
+        return int(PART.unpack(_files.read_at(self.fd, PART_BYTES, offset + shift))[3])
+
+    def frame_matches(self, offset: int, end: int, checksum: int) -> bool:
+        """Whether a valid frame with this checksum lies at `offset` and ends at `end`.
+
+        (0, end, 0) stands for no frame at all: true while the log begins at `end`.
+        """
+        if not offset:
+            return end >> self.bits == self.state.words[HEAD] == 0 and checksum == 0
+        try:
+            if end > self.state.words[TAIL] or self._checksum(offset) != checksum:
+                return False
+            frame = collect(self, offset, self.limit(offset >> self.bits))
+        except (BadPartError, LookupError, CorruptError):
+            return False
+        return frame[1] == end and bool(frame[3] & LAST_PART)

@@ -1,0 +1,432 @@
+"""After a crash: where the log ends, what of it is damaged, and making sure it stays so.
+
+Role: `recover` finds the state of a log from its bytes alone, `heal` finishes or undoes what one
+process left half done while others go on, `verify` looks and changes nothing.
+
+Invariants:
+
+* The log is a prefix: everything before its end was written before everything after it.
+* A bad frame that a later one vouches for (its commit point is past it) was on stable storage
+  once: that is damage, reported and passed over.  A bad frame that none vouches for is where the
+  writing ended: cut there, quietly.
+* What lies beyond a cut can't come back: it is zeroed and the log goes on in a new segment.
+* Time is bounded by reading the file a few times, whatever its bytes.
+
+It must not know what records mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from . import _files
+from ._format import (
+    CHECKPOINT_FRAME,
+    HEADER_BYTES,
+    SLOT_BYTES,
+    SlotHeader,
+    unpack_head,
+    unpack_header,
+    unpack_slot,
+)
+from ._scan import walk
+from ._segments import (
+    ANNOUNCED,
+    CHECKPOINT,
+    COMMIT,
+    FREE,
+    HEAD,
+    LAST,
+    SAFE,
+    SLOTS,
+    TAIL,
+    WRITING,
+    ZEROED,
+    Segments,
+)
+from .errors import CorruptError, DiskFullError, WeclawError
+
+__all__ = ["Recovery", "heal", "recover", "verify"]
+
+_PIECE = 1 << 20
+_WALK_TAIL_SEGMENT = 4 << 20  # segments up to this size are walked whole to find the tail
+
+
+@dataclass
+class Recovery:
+    """What recovery found.  `damaged`: (offset, reason) of what was passed over."""
+
+    tail: int = 0
+    torn_bytes: int = 0
+    damaged: list[tuple[int, str]] = field(default_factory=list)
+    cut: int | None = None  # where what was torn was cut off
+    is_end_damaged: bool = False
+    whole: bool = True  # all that is kept was looked at, not only the end
+    last_time_us: int = 0
+
+
+def recover(
+    log: Segments,
+    *,
+    commit: int,
+    cache_is_true: bool,
+    whole: bool,
+    failed: bool,
+    begin_segment: Callable[[int], None],
+) -> Recovery:
+    """See `Log.recover`.  `begin_segment(prev_end)` makes the log go on in a new one."""
+    if not log.readonly:
+        if failed:
+            _write_again(log, commit)
+        if failed or not cache_is_true:
+            # The cache may hold what the disk never got: look at the disk.
+            _files.sync_data(log.fd)
+    if failed or not cache_is_true:
+        _files.drop_cache(log.fd, 0, 0)
+    _find_segments(log)
+    recovery = _find_end(log, commit, whole=whole)
+    words = log.state.words
+    words[TAIL] = max(recovery.tail, (words[LAST] << log.bits) + SLOT_BYTES)
+    words[COMMIT] = min(commit, words[TAIL]) if cache_is_true else words[TAIL]
+    words[WRITING] = 0
+    if recovery.cut is not None:
+        words[TAIL] = words[COMMIT] = recovery.cut
+    if not log.readonly:
+        if recovery.cut is not None:
+            _cut(log, recovery.cut)
+            _go_on(log, recovery.cut, begin_segment)
+        elif recovery.is_end_damaged:
+            # What is damaged stays where it is, to be reported by whoever looks.
+            end = log.limit(words[LAST])
+            words[TAIL] = words[COMMIT] = end
+            _go_on(log, end, begin_segment)
+        _find_spares(log, words[TAIL] + 1 if cache_is_true else 0)
+    recovery.tail = words[TAIL]
+    return recovery
+
+
+def _find_spares(log: Segments, needs: int) -> None:
+    """Say of the free slots which are zeroed, and what the others wait for."""
+    # If the head record may only be in the cache, they wait for a sync, like any just freed.
+    n_zeroed = 0
+    for slot, entry in enumerate(log.table()):
+        if not entry & FREE or entry & ZEROED:
+            continue
+        position = log.slot_position(slot)
+        if n_zeroed < 2 and not _files.has_hole(log.fd, position, log.segment_bytes):
+            data = _files.read_at(log.fd, log.segment_bytes, position)
+            if not data.strip(b"\0"):
+                log.state.slots[slot] = FREE | SAFE | ZEROED
+                n_zeroed += 1
+                continue
+        log.state.slots[slot] = FREE | SAFE | needs
+    log.count_spares()
+
+
+def _write_again(log: Segments, commit: int) -> None:
+    """Write once more what the failed sync was to bring to the disk, from the cache.
+
+    The kernel holds these pages for clean although the disk lacks them.
+    """
+    for slot in range(_n_slots(log)):
+        header = log.read_slot(slot)
+        if header is None or header.segment < commit >> log.bits:
+            continue
+        position = log.slot_position(slot)
+        for at in range(0, log.segment_bytes, _PIECE):
+            piece = _files.read_at(log.fd, min(_PIECE, log.segment_bytes - at), position + at)
+            if piece:
+                _files.write_at(log.fd, [piece], position + at)
+
+
+def _n_slots(log: Segments) -> int:
+    return max(0, -(-(_files.size(log.fd) - HEADER_BYTES) // log.segment_bytes))
+
+
+def _find_segments(log: Segments) -> None:
+    """Fill the slot table, HEAD and LAST from the slot headers and the head record."""
+    words = log.state.words
+    n_slots = _n_slots(log)
+    headers = {slot: header for slot in range(n_slots) if (header := log.read_slot(slot))}
+    if not headers:
+        raise CorruptError(
+            0,
+            "no segment can be found",
+            "no segment can be found in the file: every slot header is damaged; nothing was "
+            "touched; restore from a backup or promote the replica",
+        )
+    recorded = unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
+    last = max(header.segment for header in headers.values())
+    head = max([recorded, *(header.head for header in headers.values())])
+    if head > last:  # a head record that makes no sense, though its checksum is right
+        head = max(header.head for header in headers.values())
+    chosen: dict[int, int] = {}
+    for slot, header in headers.items():
+        other = chosen.get(header.segment)
+        if header.segment >= head and (
+            other is None or _rank(log, headers, slot) > _rank(log, headers, other)
+        ):
+            chosen[header.segment] = slot
+    log.state.grow_slots(n_slots)
+    log.forget()
+    table = log.state.slots
+    for slot in range(len(table)):
+        table[slot] = FREE | SAFE if slot < n_slots else 0
+    for segment, slot in chosen.items():
+        table[slot] = segment + 1
+    words[SLOTS] = n_slots
+    words[HEAD] = head
+    words[ANNOUNCED] = recorded if recorded <= last else 0
+    words[LAST] = last
+    words[TAIL] = 0
+    words[CHECKPOINT] = headers[chosen[last]].checkpoint
+    if words[CHECKPOINT] >> log.bits < words[HEAD]:
+        words[CHECKPOINT] = 0
+    if not log.readonly:
+        _complete_last_slot(log, n_slots)
+
+
+def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[int, bool, bool, int]:
+    """Which of two slots with the same segment is the real one: the greater."""
+    header = headers[slot]
+    linked = any(
+        other.segment == header.segment - 1 and other.salt == header.prev_salt
+        for other in headers.values()
+    )
+    position = log.slot_position(slot)
+    begins = any(_files.read_at(log.fd, 64, position + SLOT_BYTES))
+    return header.epoch, linked, begins, header.created_us
+
+
+def _complete_last_slot(log: Segments, n_slots: int) -> None:
+    """Give the last slot its full size again, if the file was cut."""
+    size = _files.size(log.fd)
+    missing = log.slot_position(n_slots) - size
+    if missing <= 0:
+        return
+    try:
+        _files.zero_fill(log.fd, size, missing)
+    except DiskFullError:
+        if log.state.slots[n_slots - 1] & FREE:
+            log.state.slots[n_slots - 1] = 0
+            log.state.words[SLOTS] = n_slots - 1
+
+
+def _find_end(log: Segments, commit: int, *, whole: bool) -> Recovery:
+    """Walk to the end of the log; set aside damage; say where to cut."""
+    words = log.state.words
+    first, last = words[HEAD], words[LAST]
+    start = first << log.bits
+    if not whole and log.segment_bytes <= _WALK_TAIL_SEGMENT:
+        # Only the segment of the commit point: a frame must end exactly there, or the commit
+        # point isn't one of this log.
+        segment = commit >> log.bits
+        if first < segment <= last:
+            start = segment << log.bits
+            if commit - start <= SLOT_BYTES:
+                start -= log.segment_bytes
+    whole = start == first << log.bits
+    recovery, is_boundary = _walk_to_end(log, start, commit)
+    if not whole and not is_boundary:
+        recovery, _ = _walk_to_end(log, first << log.bits, commit)
+        whole = True
+    recovery.whole = whole
+    return recovery
+
+
+def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool]:
+    words = log.state.words
+    bad: list[tuple[int, str]] = []
+    ends: list[tuple[int, int]] = []  # (number of bad spots before it, end of the last frame there)
+    vouched = commit
+    recovery = Recovery()
+    is_boundary = False
+    first_checkpoint = words[CHECKPOINT]
+    checkpoints = [first_checkpoint]
+    end = max(start, log.state.words[HEAD] << log.bits)
+    times = [0]
+    n_bad = 0
+    for offset, frame_end, time_us, flags, frame_commit, records in walk(
+        log,
+        start,
+        log.limit(words[LAST]),
+        on_damage=lambda offset, reason: bad.append((offset, reason)),
+        open_end=True,
+    ):
+        if len(bad) != n_bad:
+            ends.append((n_bad, end))
+            n_bad = len(bad)
+            times.append(times[-1])
+            checkpoints.append(checkpoints[-1])
+        end = frame_end
+        times[-1] = time_us
+        if frame_commit > vouched:
+            vouched = frame_commit
+        if flags & CHECKPOINT_FRAME and records:
+            checkpoints[-1] = records[0][0]
+        if frame_end == commit or offset == commit:
+            is_boundary = True
+    ends.append((n_bad, end))
+    cut: int | None = None
+    index = len(ends) - 1
+    for i, (offset, _) in enumerate(bad):
+        if offset >= vouched:
+            index = max(j for j, (n, _) in enumerate(ends) if n <= i)
+            # Where a whole segment is missing, the log ends with the frames before it.
+            cut = offset if offset & (log.segment_bytes - 1) else ends[index][1]
+            break
+    recovery.damaged = [spot for spot in bad if cut is None or spot[0] < cut]
+    recovery.last_time_us = times[index]
+    words[CHECKPOINT] = checkpoints[index]
+    recovery.tail = end
+    if cut is not None:
+        recovery.cut = recovery.tail = cut
+        recovery.torn_bytes = _bytes_beyond(log, cut)
+    else:
+        if end < commit and not (bad and bad[-1][0] >= end):
+            # The end of the log isn't there any more, although it was on stable storage.
+            recovery.damaged.append((end, f"nothing is left up to the commit point {commit}"))
+        recovery.is_end_damaged = any(offset >= end for offset, _ in recovery.damaged)
+    return recovery, is_boundary
+
+
+def _bytes_beyond(log: Segments, cut: int) -> int:
+    """How many bytes that are not zero at the end lie beyond the cut."""
+    total = 0
+    for segment in log.segments():
+        if segment < cut >> log.bits:
+            continue
+        shift, _ = log.place(segment)
+        begin = max(cut, (segment << log.bits) + SLOT_BYTES)
+        data = _files.read_at(log.fd, log.limit(segment) - begin, begin + shift)
+        total += len(data.rstrip(b"\0"))
+    return total
+
+
+def _cut(log: Segments, cut: int) -> None:
+    """Make the log end at `cut` for good.
+
+    Each step is on stable storage before the next, and dying between any two leads here again.
+    """
+    words = log.state.words
+    segment = cut >> log.bits
+    for n in reversed([n for n in log.segments() if n > segment]):
+        # From the last one down, so that what is left is always a log without a gap.
+        shift, _ = log.place(n)
+        position = shift + (n << log.bits)
+        _files.zero_fill(log.fd, position, SLOT_BYTES)
+        _files.zero_fill(log.fd, position + log.segment_bytes - SLOT_BYTES, SLOT_BYTES)
+        _files.sync_data(log.fd)
+        log.state.slots[(position - HEADER_BYTES) >> log.bits] = FREE | SAFE
+    words[LAST] = segment
+    log.forget()
+    shift, _ = log.place(segment)
+    _zero(log, cut, log.limit(segment), shift)
+    _files.sync_data(log.fd)
+
+
+def _go_on(log: Segments, end: int, begin_segment: Callable[[int], None]) -> None:
+    """Begin a new segment after the end of the log."""
+    words = log.state.words
+    log.count_spares()
+    try:
+        begin_segment(max(end, (words[LAST] << log.bits) + SLOT_BYTES))
+    except DiskFullError:
+        # Then it goes on where it was cut: that space was zeroed, and synced.  (Where there was
+        # nothing to cut, the segment counts as full and the next append finds the disk full.)
+        log.forget()
+
+
+def _zero(log: Segments, begin: int, end: int, shift: int) -> None:
+    """Zero a range of the log, as far as it isn't."""
+    for at in range(begin, end, _PIECE):
+        n = min(_PIECE, end - at)
+        used = len(_files.read_at(log.fd, n, at + shift).rstrip(b"\0"))
+        if used:
+            _files.zero_fill(log.fd, at + shift, used)
+
+
+def heal(log: Segments) -> None:
+    """See `Log.heal`."""
+    words = log.state.words
+    accept = words[WRITING] == 1
+    tail = words[TAIL]
+    segment = tail >> log.bits
+    log.forget()
+    begun: dict[int, int] = {}
+    for slot, entry in enumerate(log.table()):
+        if 0 < entry < FREE and entry - 1 <= segment:
+            continue
+        header = log.read_slot(slot)
+        if header is not None and header.segment > segment:
+            begun[header.segment] = slot
+        elif entry < FREE:  # given to a segment whose header was never written
+            log.give_back(slot)
+    if accept:
+        last = segment
+        while last + 1 in begun:
+            last += 1
+            log.state.slots[begun[last]] = last + 1
+        words[LAST] = last
+        tail = _accept(log, tail)
+    for n, slot in begun.items():
+        if n > tail >> log.bits:
+            log.give_back(slot)
+    words[LAST] = tail >> log.bits
+    log.forget()
+    shift, _ = log.place(tail >> log.bits)
+    _zero(log, tail, log.limit(tail >> log.bits), shift)
+    words[TAIL] = tail
+    log.count_spares()
+    words[WRITING] = 0
+
+
+def _accept(log: Segments, tail: int) -> int:
+    """Take the whole frames from the tail on; return where they end."""
+    bad: list[int] = []
+    for _, end, _, flags, _, records in walk(
+        log,
+        tail,
+        log.limit(log.state.words[LAST]),
+        on_damage=lambda offset, _: bad.append(offset),
+        open_end=True,
+    ):
+        if bad:
+            break
+        tail = end
+        if flags & CHECKPOINT_FRAME and records:
+            log.state.words[CHECKPOINT] = records[0][0]
+    return tail
+
+
+def verify(log: Segments) -> list[tuple[int, str]]:
+    """See `Log.verify`."""
+    found: list[tuple[int, str]] = []
+    words = log.state.words
+    block = _files.read_at(log.fd, HEADER_BYTES, 0)
+    for name, at in (("first", 0), ("second", HEADER_BYTES // 2)):
+        try:
+            unpack_header(block[at : at + HEADER_BYTES // 2])
+        except WeclawError:
+            found.append((0, f"the {name} copy of the header block is damaged"))
+    head, tail = words[HEAD], words[TAIL]
+    for segment in log.segments():
+        slot = log._slot_of[segment]
+        position = log.slot_position(slot)
+        for name, at in (("first", 0), ("second", log.segment_bytes - SLOT_BYTES)):
+            data = _files.read_at(log.fd, SLOT_BYTES, position + at)
+            header = unpack_slot(data, log.header.store_id, log.segment_bytes)
+            if (header is None or header.segment != segment) and segment >= words[HEAD]:
+                found.append((segment << log.bits, f"the {name} slot header is damaged"))
+    start = head << log.bits
+    while True:
+        try:
+            for _ in walk(
+                log, start, tail, on_damage=lambda offset, reason: found.append((offset, reason))
+            ):
+                pass
+        except LookupError:  # freed while we looked: go on with what is kept
+            start = max(start + 1, words[HEAD] << log.bits)
+            continue
+        return found

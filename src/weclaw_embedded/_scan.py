@@ -1,0 +1,363 @@
+"""Walking the log: frame after frame, over segments, past damage.
+
+Role: the one reader of frames.  Applying them to the index, recovery, healing and verifying all
+go through `walk`, so that they can't disagree about what is valid.
+
+Invariants: a frame is handed out whole and checked, or it is reported; nothing is skipped
+silently.  Every search for the next good frame has a budget, so that no bytes whatever can make
+a walk take longer than a few times reading them.
+
+It must not know what records mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
+from zlib import crc32
+
+from . import _files
+from ._format import (
+    ENVELOPE_BYTES,
+    FIRST,
+    KNOWN_FLAGS,
+    LAST_PART,
+    MAX_FRAME_BYTES,
+    PART,
+    PART_BYTES,
+    PART_WITH_ENVELOPE,
+    REST,
+    SLOT_BYTES,
+    WHOLE,
+    envelopes,
+    part_checksum,
+)
+from ._segments import HEAD, LAST, MissingSegmentError, Segments
+from .errors import CorruptError
+
+__all__ = ["BadPartError", "Budget", "Frame", "OnDamage", "check_part", "collect", "walk"]
+
+OnDamage: TypeAlias = Callable[[int, str], object]
+
+_WINDOW = 1 << 20
+_MASK = 0xFFFFFFFF
+_ZERO_HEADER = bytes(PART_BYTES)
+
+
+class Frame(NamedTuple):
+    """One frame, whole and checked."""
+
+    offset: int
+    end: int  # in a later segment, if it goes over several
+    time_us: int
+    flags: int
+    commit: int  # the commit point when it was written
+    records: list[tuple[int, bytes]]  # (offset, bytes) of each
+
+
+class Budget:
+    """How much a walk may spend on searching, in bytes of checksums; shared by its searches."""
+
+    def __init__(self, n: int = 256 << 20) -> None:
+        self.left = n
+
+    def spend(self, n: int) -> bool:
+        """Take `n` (and something for the trouble) out of it; False once it is used up."""
+        self.left -= n + 512
+        return self.left > 0
+
+
+class BadPartError(Exception):
+    """The bytes at `offset` are not a valid part; `end`: where it would end, as far as known."""
+
+    def __init__(self, offset: int, reason: str, end: int = 0) -> None:
+        super().__init__(offset, reason)
+        self.offset = offset
+        self.reason = reason
+        self.end = end
+
+
+def check_part(
+    log: Segments, offset: int, stop: int, *, check: bool = True
+) -> tuple[int, int, bytes]:
+    """Read the part at `offset`, which must end by `stop`: (commit and flags, time, its bytes)."""
+    shift, salt = log.place(offset >> log.bits)
+    head = _files.read_at(log.fd, PART_BYTES, offset + shift)
+    if len(head) < PART_BYTES:
+        raise BadPartError(offset, "the file ends here")
+    crc, length, commit_flags, time_us = PART.unpack(head)
+    end = offset + PART_BYTES + length
+    if not length:
+        raise BadPartError(offset, "no frame here" if head == _ZERO_HEADER else "length 0")
+    if end > stop:
+        raise BadPartError(offset, f"a length of {length} that doesn't fit")
+    part = head + _files.read_at(log.fd, length, offset + shift + PART_BYTES)
+    if len(part) < PART_BYTES + length:
+        raise BadPartError(offset, "the file ends within the frame")
+    if check and part_checksum(part[4:], salt, offset) != crc:
+        raise BadPartError(offset, "the checksum is wrong", end)
+    if commit_flags & 0xFF & ~KNOWN_FLAGS or commit_flags >> 8 > offset:
+        raise BadPartError(offset, "flags or commit point make no sense", end)
+    return commit_flags, time_us, part
+
+
+def collect(log: Segments, offset: int, stop: int, *, check: bool = True) -> Frame:
+    """Read the frame that begins at `offset` through all its parts, up to segments that follow.
+
+    `offset` may be that of a later part, if the parts before it are gone with their segments.
+    """
+    commit_flags, time_us, part = check_part(log, offset, stop, check=check)
+    parts = [(offset, part)]
+    total = len(part)
+    flags = commit_flags & 0xFF
+    at, current = offset, commit_flags
+    while not current & LAST_PART:
+        segment = (at >> log.bits) + 1
+        if segment > log.state.words[LAST]:
+            raise BadPartError(at, "the frame's last parts are missing", at + len(parts[-1][1]))
+        ends = log.frames_end(segment - 1)
+        if ends is not None and ends != at + len(parts[-1][1]):
+            raise BadPartError(at, "the frame isn't continued", at + len(parts[-1][1]))
+        at = (segment << log.bits) + SLOT_BYTES
+        try:
+            current, other_time, part = check_part(log, at, log.limit(segment), check=check)
+        except MissingSegmentError:
+            raise BadPartError(at, "a segment is missing within the frame") from None
+        total += len(part)
+        if current & FIRST or other_time != time_us or (current ^ commit_flags) & ~WHOLE:
+            raise BadPartError(at, "the frame isn't continued")
+        if total > MAX_FRAME_BYTES:
+            raise BadPartError(at, "the frame is too large")
+        parts.append((at, part))
+    try:
+        records = _records(parts, bool(flags & FIRST))
+    except ValueError as error:
+        raise BadPartError(offset, str(error), at + len(part)) from None
+    return Frame(offset, at + len(part), time_us, flags | LAST_PART, commit_flags >> 8, records)
+
+
+def _records(parts: list[tuple[int, bytes]], first: bool) -> list[tuple[int, bytes]]:
+    records: list[tuple[int, bytes]] = []
+    cut: list[bytes] = []  # of the record that goes on in the next part
+    missing = 0
+    cut_at = 0
+    for i, (offset, part) in enumerate(parts):
+        is_first = first and i == 0
+        if not is_first:
+            begin = PART_BYTES + REST.size
+            rest = REST.unpack_from(part, PART_BYTES)[0] if len(part) >= begin else -1
+            if i and rest != missing:
+                raise ValueError("a record isn't continued")
+            if i and missing:
+                piece = part[begin : begin + rest]
+                cut.append(piece)
+                missing -= len(piece)
+                if not missing:
+                    records.append((cut_at, b"".join(cut)))
+        for at, length in envelopes(part, is_first):
+            piece = part[at + ENVELOPE_BYTES : at + ENVELOPE_BYTES + length]
+            if len(piece) == length:
+                records.append((offset + at, piece))
+            else:
+                cut, missing, cut_at = [piece], length - len(piece), offset + at
+    if missing:
+        raise ValueError("a record is cut")
+    return records
+
+
+def walk(
+    log: Segments,
+    start: int,
+    end: int,
+    *,
+    check: bool = True,
+    on_damage: OnDamage | None = None,
+    open_end: bool = False,
+    budget: Budget | None = None,
+) -> Iterator[Frame]:
+    """Yield the frames from `start` (a boundary, or the beginning of a segment) up to `end`.
+
+    Damage is told to `on_damage(offset, reason)` and passed over; without it CorruptError is
+    raised.  LookupError when the place was freed.  With `open_end` zeros in the last segment are
+    the end of the log, and nothing is known of what comes behind.
+    """
+    bits = log.bits
+    fd = log.fd
+    words = log.state.words
+    unpack = PART_WITH_ENVELOPE.unpack_from
+    read_at = _files.read_at
+    new = tuple.__new__  # twice as fast as calling the class
+    budget = budget or Budget()
+    first_kept = words[HEAD]
+    broken = False  # a frame of several parts was reported: its other parts go with it
+    offset = start
+    while offset < end:
+        segment = offset >> bits
+        begin = segment << bits
+        try:
+            shift, salt = log.place(segment)
+        except MissingSegmentError as error:
+            _report(log, on_damage, offset, error.reason)
+            following = log.next_present(segment)
+            if following is None:
+                return
+            offset, broken = following << bits, True
+            continue
+        if offset - begin < SLOT_BYTES:
+            offset = begin + SLOT_BYTES
+        known_end = log.frames_end(segment)
+        stop = min(end, log.limit(segment) if known_end is None else known_end)
+        next_segment = (segment + 1) << bits
+        while offset < stop:
+            data = read_at(fd, min(stop - offset, _WINDOW), offset + shift)
+            fits = len(data) - 32
+            base = offset
+            salted = salt + base
+            at = 0
+            while at <= fits:
+                crc, length, commit_flags, time_us, n, back = unpack(data, at)
+                part_end = at + 24 + length
+                # Everything out of the ordinary is for the slow path below.
+                if part_end > fits + 32 or commit_flags & 3 != 3 or not length:
+                    break
+                if check and crc32(data[at + 4 : part_end], salted + at & _MASK) != crc:
+                    break
+                if n + 8 == length and back == 24:
+                    records = [(base + at + 24, data[at + 32 : part_end])]
+                else:
+                    try:
+                        records = _records([(base + at, data[at:part_end])], True)
+                    except ValueError:
+                        break
+                broken = False
+                yield new(
+                    Frame,
+                    (
+                        base + at,
+                        base + part_end,
+                        time_us,
+                        commit_flags & 255,
+                        commit_flags >> 8,
+                        records,
+                    ),
+                )
+                at = part_end
+            offset = base + at
+            if offset >= stop:
+                break
+            if at and base + len(data) < stop:
+                continue  # the window may have ended within the frame: begin the next one there
+            try:
+                frame = collect(log, offset, stop, check=check)
+                if not frame[3] & FIRST and not (
+                    segment == first_kept and offset == begin + SLOT_BYTES
+                ):
+                    raise BadPartError(offset, "a frame without its beginning", frame[1])
+            except BadPartError as bad:
+                offset = _pass_over(
+                    log, bad, offset, stop, shift, salt, on_damage, open_end, budget, broken
+                )
+                broken = True
+                if offset < 0:
+                    return
+                if offset >> bits != segment:
+                    break
+            else:
+                broken = False
+                yield frame
+                offset = frame[1]
+                if offset >> bits != segment:
+                    break
+        if offset >> bits == segment:
+            offset = next_segment
+
+
+def _report(log: Segments, on_damage: OnDamage | None, offset: int, reason: str) -> None:
+    if offset >> log.bits < log.state.words[HEAD]:
+        raise LookupError(f"offset {offset} is no longer kept")
+    if on_damage is None:
+        raise CorruptError(offset, reason)
+    on_damage(offset, reason)
+
+
+def _pass_over(
+    log: Segments,
+    bad: BadPartError,
+    offset: int,
+    stop: int,
+    shift: int,
+    salt: int,
+    on_damage: OnDamage | None,
+    open_end: bool,
+    budget: Budget,
+    broken: bool,
+) -> int:
+    """Report bad bytes and return where to go on; -1 at the end of an open-ended log."""
+    segment = offset >> log.bits
+    if bad.offset >> log.bits != segment:
+        # The frame begins well here and breaks in a later segment: go on where it broke.
+        _report(log, on_damage, offset, f"{bad.reason} (at {bad.offset})")
+        return bad.offset >> log.bits << log.bits
+    rest = _files.read_at(log.fd, min(stop - offset, 64 << 20), offset + shift)
+    next_segment = (segment + 1) << log.bits
+    is_last = segment == log.state.words[LAST]
+    if log.frames_end(segment) is None and (open_end or not is_last) and not rest.strip(b"\0"):
+        return -1 if is_last else next_segment
+    if broken and _is_orphan(log, offset, stop):
+        return _end_of_part(rest, offset)
+    found = _search(log, bad, rest, offset, stop, salt, budget)
+    _report(log, on_damage, offset, bad.reason)
+    return next_segment if found is None else found
+
+
+def _is_orphan(log: Segments, offset: int, stop: int) -> bool:
+    try:
+        commit_flags, _, _ = check_part(log, offset, stop)
+    except BadPartError:
+        return False
+    return not commit_flags & FIRST
+
+
+def _end_of_part(data: bytes, offset: int) -> int:
+    return offset + PART_BYTES + int(PART.unpack_from(data)[1])
+
+
+def _search(
+    log: Segments, bad: BadPartError, data: bytes, offset: int, stop: int, salt: int, budget: Budget
+) -> int | None:
+    """Find the next part in `data`, which begins at `offset`, that is valid and begins a frame."""
+
+    def is_good(at: int) -> bool:
+        if at + PART_BYTES > len(data):
+            return False
+        crc, length, commit_flags, _ = PART.unpack_from(data, at)
+        end = at + PART_BYTES + length
+        flags = commit_flags & 0xFF
+        if not length or end > len(data) or flags & ~KNOWN_FLAGS or not flags & FIRST:
+            return False
+        if commit_flags >> 8 > offset + at or not budget.spend(length):
+            return False
+        return bool(part_checksum(data[at + 4 : end], salt, offset + at) == crc)
+
+    # If only the body or the checksum is hit, the length still says where the next one begins.
+    if bad.end and (bad.end == stop or is_good(bad.end - offset)):
+        return bad.end
+    # Else look for anything that could be a header, by the few bytes of it that hardly vary:
+    # the high bytes of length and commit point, the flags, and of the time the years it can be.
+    high_length = (log.segment_bytes - 1) >> 24
+    high_commit = stop >> 48
+    pattern = re.compile(
+        b"(?s)(?=[\\0-" + _in_class(high_length) + b"][\\1-\\77].{6}[\\0-" + _in_class(high_commit)
+        + b"].{6}[\\0-\\37]\\0)"
+    )  # fmt: skip
+    for match in pattern.finditer(data, 8):
+        if is_good(match.start() - 7):
+            return offset + match.start() - 7
+        if budget.left <= 0:
+            break
+    return None
+
+
+def _in_class(byte: int) -> bytes:
+    return re.escape(bytes([byte])) if byte else b"\\0"

@@ -1,0 +1,400 @@
+"""Which slot of the file each segment of the log lives in: the slot table, free slots, spares.
+
+Role: the map from log offsets to file positions, shared by the processes that have the file
+open through a `LogState`, and the life of a slot: free, zeroed, in use, free again.
+
+Invariants:
+
+* All changes are made under the write lock of the caller; look-ups may be made at any time.
+* A segment keeps its slot and its salt for as long as it lives, and no number is used twice, so
+  what was looked up once holds for every segment from HEAD on.  Nothing else is believed without
+  looking at the shared words again.
+* A slot that was freed is overwritten, even with zeros, in three steps, each on stable storage
+  before the next: the records that freed it; the file's head record, which says that its segment
+  isn't missing but gone; the zeros.  Its entry holds the offset that the commit point must have
+  reached.  Without the second step a power cut could bring back a segment that is half zeroed,
+  and that would be reported as damage.
+* A slot is given to a segment only when it holds nothing but zeros.
+
+It must not know what frames look like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+
+from . import _files
+from ._format import (
+    HEAD_RECORD_AT,
+    HEADER_BYTES,
+    SLOT_BYTES,
+    FileHeader,
+    SlotHeader,
+    pack_head,
+    unpack_slot,
+)
+from .errors import CorruptError, DiskFullError
+
+__all__ = [
+    "ANNOUNCED",
+    "CHECKPOINT",
+    "COMMIT",
+    "HEAD",
+    "LAST",
+    "SLOTS",
+    "SPARES",
+    "TAIL",
+    "WORDS",
+    "WRITING",
+    "LogState",
+    "MissingSegmentError",
+    "Segments",
+]
+
+# Words of a LogState.  WRITING: 1 while frames are being written, 2 when they have to be undone.
+# SPARES: free slots that are zeroed, which is what a full disk is worked off with.
+# ANNOUNCED: the HEAD that the file itself records.
+TAIL, COMMIT, HEAD, LAST, WRITING, SLOTS, CHECKPOINT, SPARES, ANNOUNCED = range(9)
+WORDS = 16  # what a LogState must have room for; the others are kept for later
+
+# An entry of the slot table: segment number + 1 of a slot in use; else free.
+FREE = 1 << 63
+ZEROED = 1 << 62
+PUNCHED = 1 << 61
+SAFE = 1 << 60  # the file's head record is past the segment that was here
+_NEEDS = (1 << 60) - 1  # the commit point at which the next step may be taken
+
+
+class MissingSegmentError(CorruptError):
+    """A segment that should be there has no slot; internal."""
+
+
+class LogState:
+    """What the processes with one file open share of its log; here in private memory.
+
+    `words` and `slots` are memoryviews of unsigned 64-bit integers.  Both may be replaced when
+    the table grows: always go through the attribute.
+    """
+
+    words: memoryview
+    slots: memoryview
+
+    def __init__(self) -> None:
+        self.words = memoryview(bytearray(8 * WORDS)).cast("Q")
+        self.slots = memoryview(bytearray(8 * 64)).cast("Q")
+
+    def grow_slots(self, n: int) -> None:
+        """Make room for at least `n` slots."""
+        if n > len(self.slots):
+            grown = bytearray(8 * max(n, 2 * len(self.slots)))
+            grown[: 8 * len(self.slots)] = self.slots.cast("B")
+            self.slots = memoryview(grown).cast("Q")
+
+    def refresh_slots(self) -> None:
+        """Follow the growth that another process made."""
+
+
+class Segments:
+    """The slots of one open file.  See the module."""
+
+    def __init__(
+        self, fd: int, header: FileHeader, state: LogState, *, readonly: bool = False
+    ) -> None:
+        self.fd = fd
+        self.header = header
+        self.state = state
+        self.readonly = readonly
+        self.segment_bytes = header.segment_bytes
+        self.bits = header.segment_bytes.bit_length() - 1
+        self._slot_of: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._prev_ends: dict[int, int] = {}
+        self._order: list[int] = []
+
+    # Looking up --------------------------------------------------------------------------
+
+    def place(self, segment: int) -> tuple[int, int]:
+        """(file position minus log offset, salt) of a segment.
+
+        Raises LookupError below HEAD, MissingSegmentError when it has no readable slot.
+        """
+        if segment < self.state.words[HEAD]:
+            raise LookupError(f"segment {segment} is no longer kept")
+        try:
+            return self._places[segment]
+        except KeyError:
+            return self._look_up(segment)
+
+    def _look_up(self, segment: int) -> tuple[int, int]:
+        if segment not in self._slot_of:
+            self._read_table()
+        slot = self._slot_of.get(segment)
+        header = None if slot is None else self.read_slot(slot)
+        if segment < self.state.words[HEAD]:  # freed while we looked
+            raise LookupError(f"segment {segment} is no longer kept")
+        if slot is None or header is None or header.segment != segment:
+            self._slot_of.pop(segment, None)
+            raise MissingSegmentError(segment << self.bits, f"segment {segment} has no slot header")
+        place = (self.slot_position(slot) - (segment << self.bits), header.salt)
+        self._places[segment] = place
+        self._prev_ends[segment] = header.prev_end
+        return place
+
+    def _read_table(self) -> None:
+        """Take over the slot table: which segments there are, and forget those freed."""
+        head = self.state.words[HEAD]
+        in_use = ((entry - 1, slot) for slot, entry in enumerate(self.table()))
+        self._slot_of = {n: slot for n, slot in in_use if head <= n < FREE - 1}
+        self._order = sorted(self._slot_of)
+        for cache in (self._places, self._prev_ends):
+            for segment in [n for n in cache if n < head]:
+                del cache[segment]
+
+    def forget(self) -> None:
+        """Drop everything remembered, after segments were moved or cut under us."""
+        self._slot_of = {}
+        self._order = []
+        self._places = {}
+        self._prev_ends = {}
+
+    def table(self) -> list[int]:
+        """The slot table as it is now."""
+        state = self.state
+        n = state.words[SLOTS]
+        if n > len(state.slots):
+            state.refresh_slots()
+        return state.slots[:n].tolist()
+
+    def slot_position(self, slot: int) -> int:
+        """Where a slot begins in the file."""
+        return HEADER_BYTES + (slot << self.bits)
+
+    def limit(self, segment: int) -> int:
+        """The offset at which no part of the segment can go on."""
+        return ((segment + 1) << self.bits) - SLOT_BYTES
+
+    def next_present(self, segment: int) -> int | None:
+        """The first segment after this one that has a slot; None after the last."""
+        last = self.state.words[LAST]
+        if segment >= last:
+            return None
+        if segment + 1 not in self._slot_of:
+            self._read_table()
+            if segment + 1 not in self._slot_of:
+                return next((n for n in self._order if n > segment), None)
+        return segment + 1
+
+    def frames_end(self, segment: int) -> int | None:
+        """Where the frames of a segment end; None when that isn't known, for want of the next."""
+        if segment >= self.state.words[LAST]:
+            return None
+        if segment + 1 not in self._prev_ends:
+            try:
+                self.place(segment + 1)
+            except MissingSegmentError:
+                return None
+        return self._prev_ends.get(segment + 1)
+
+    def read_slot(self, slot: int) -> SlotHeader | None:
+        """The header of a slot, from whichever end of it has one; None: none there."""
+        position = self.slot_position(slot)
+        data = _files.read_at(self.fd, SLOT_BYTES, position)
+        header = unpack_slot(data, self.header.store_id, self.segment_bytes)
+        if header is None:
+            data = _files.read_at(self.fd, SLOT_BYTES, position + self.segment_bytes - SLOT_BYTES)
+            header = unpack_slot(data, self.header.store_id, self.segment_bytes)
+        return header
+
+    def segments(self) -> list[int]:
+        """The segments kept, oldest first."""
+        self._read_table()
+        return list(self._order)
+
+    def bytes_used(self) -> int:
+        """Bytes of the file that the segments kept and the header take."""
+        return HEADER_BYTES + len(self.segments()) * self.segment_bytes
+
+    # Free slots --------------------------------------------------------------------------
+
+    def take_slot(self, *, spare: bool, taken: Collection[int]) -> int:
+        """Find a zeroed slot for a new segment, leaving a zeroed one behind unless `spare`.
+
+        `taken` are those given out and not yet in the table.  Raises DiskFullError.
+        """
+        zeroed = self._zeroed(taken)
+        if len(zeroed) < (1 if spare else 2):
+            # The last one is what a full disk is worked off with.
+            self._make_zeroed(taken)
+            zeroed = self._zeroed(taken)
+        return zeroed[0]
+
+    def prepare_spare(self) -> None:
+        """See to it that there is one zeroed free slot.  Raises DiskFullError."""
+        if not self.count_spares():
+            self._make_zeroed(())
+
+    def count_spares(self) -> int:
+        """Count the zeroed free slots, and note that for all."""
+        n = self.state.words[SPARES] = len(self._zeroed(()))
+        return n
+
+    def _zeroed(self, taken: Collection[int]) -> list[int]:
+        wanted = FREE | ZEROED
+        return [
+            slot
+            for slot, entry in enumerate(self.table())
+            if entry & wanted == wanted and slot not in taken
+        ]
+
+    def _make_zeroed(self, taken: Collection[int]) -> None:
+        self._announce()
+        slot = self._reusable(taken)
+        if slot is None:
+            try:
+                self._extend()
+                return
+            except DiskFullError:
+                # What is free and only waits for a sync is used before anything is refused.
+                self._settle_free()
+                slot = self._reusable(taken)
+                if slot is None:
+                    raise
+        _files.zero_fill(self.fd, self.slot_position(slot), self.segment_bytes)
+        self.state.slots[slot] = FREE | ZEROED | SAFE
+        self.count_spares()
+
+    def _extend(self) -> None:
+        state = self.state
+        slot = state.words[SLOTS]
+        _files.zero_fill(self.fd, self.slot_position(slot), self.segment_bytes)
+        state.grow_slots(slot + 1)
+        state.slots[slot] = FREE | ZEROED | SAFE
+        state.words[SLOTS] = slot + 1
+        self.count_spares()
+
+    def _is_reusable(self, entry: int) -> bool:
+        return bool(entry & FREE and entry & SAFE and entry & _NEEDS <= self.state.words[COMMIT])
+
+    def _reusable(self, taken: Collection[int]) -> int | None:
+        """A free slot that may be overwritten by now; one that has its space, if possible."""
+        punched = None
+        for slot, entry in enumerate(self.table()):
+            if entry & ZEROED or slot in taken or not self._is_reusable(entry):
+                continue
+            if not entry & PUNCHED:
+                return slot
+            if punched is None:
+                punched = slot
+        return punched
+
+    def free(self, segment: int, needs: int | None = None) -> None:
+        """Let go of every segment up to this one.
+
+        Their slots are used again once the log up to `needs` (all of it, if not given) is on
+        stable storage.
+        """
+        words = self.state.words
+        if not words[HEAD] <= segment < words[LAST]:
+            raise ValueError(
+                f"segment {segment} can't be freed: kept are {words[HEAD]} to {words[LAST]}"
+            )
+        self._announce()
+        following = self.next_present(segment)
+        assert following is not None
+        words[HEAD] = following  # first, so that no reader trusts a slot that is being reused
+        self._free_below(following, words[TAIL] if needs is None else needs)
+        self._read_table()
+
+    def _free_below(self, head: int, needs: int) -> None:
+        for slot, entry in enumerate(self.table()):
+            if 0 < entry <= head:
+                self.state.slots[slot] = FREE | needs
+
+    def _announce(self, *, synced: bool = False) -> None:
+        """Record HEAD in the file, once the records that moved it there are on stable storage.
+
+        `synced`: everything written is.
+        """
+        words = self.state.words
+        head = words[HEAD]
+        if words[ANNOUNCED] >= head or self.readonly:
+            return
+        self._free_below(head, words[TAIL])  # of a process that died between the two steps
+        table = self.table()
+        waiting = [slot for slot, entry in enumerate(table) if entry & FREE and not entry & SAFE]
+        if not synced and any(table[slot] & _NEEDS > words[COMMIT] for slot in waiting):
+            return
+        _files.write_at(self.fd, [pack_head(head, self.header.store_id)], HEAD_RECORD_AT)
+        words[ANNOUNCED] = head
+        for slot in waiting:
+            # Past the tail: it takes a sync that began after this write to get there.
+            self.state.slots[slot] = FREE | SAFE | (words[TAIL] + 1)
+
+    def _settle_free(self) -> None:
+        """Take the steps that free slots wait for, by syncing here and now."""
+        words = self.state.words
+        table = self.table()
+        if words[ANNOUNCED] < words[HEAD]:
+            _files.sync_data(self.fd)
+            self._announce(synced=True)
+            table = self.table()
+        waiting = [
+            slot
+            for slot, entry in enumerate(table)
+            if entry & FREE and entry & SAFE and entry & _NEEDS > words[COMMIT]
+        ]
+        if waiting:
+            _files.sync_data(self.fd)
+            for slot in waiting:
+                self.state.slots[slot] &= ~_NEEDS
+
+    def trim(self, keep: int = 1) -> int:
+        """Give what free slots take back to the file system; return the bytes given back.
+
+        The free slots at the end of the file are cut off, the others get holes; `keep` of the
+        free ones (the zeroed first) keep their space.  Syncs once or twice if that is what is
+        waited for; raises OSError when a sync fails.
+        """
+        self._announce()
+        table = self.table()
+        n_holding = sum(1 for entry in table if entry & FREE and not entry & PUNCHED)
+        if n_holding <= keep and not (table and table[-1] & PUNCHED and table[-1] & FREE):
+            return 0
+        self._settle_free()
+        words, table = self.state.words, self.table()
+        holding = [
+            slot
+            for slot, entry in enumerate(table)
+            if self._is_reusable(entry) and not entry & PUNCHED
+        ]
+        holding.sort(key=lambda slot: (not table[slot] & ZEROED, slot))
+        unwanted = set(holding[keep:])
+        given = 0
+        n = len(table)
+        while n and (n - 1 in unwanted or (table[n - 1] & FREE and table[n - 1] & PUNCHED)):
+            n -= 1
+            if n in unwanted:
+                unwanted.discard(n)
+                given += self.segment_bytes
+        if n < len(table):
+            words[SLOTS] = n
+            for slot in range(n, len(table)):
+                self.state.slots[slot] = 0
+            _files.truncate(self.fd, self.slot_position(n))
+        for slot in unwanted:
+            # Marked first: a hole must never be taken for zeros that have their space.
+            self.state.slots[slot] = FREE | SAFE | PUNCHED
+            if _files.punch(self.fd, self.slot_position(slot), self.segment_bytes):
+                given += self.segment_bytes
+            else:
+                self.state.slots[slot] = FREE | SAFE
+        self.count_spares()
+        return given
+
+    def give_back(self, slot: int) -> None:
+        """Zero a slot that was begun for nothing, and free it."""
+        self.state.slots[slot] = FREE | SAFE
+        with contextlib.suppress(DiskFullError):
+            _files.zero_fill(self.fd, self.slot_position(slot), self.segment_bytes)
+            self.state.slots[slot] = FREE | ZEROED | SAFE

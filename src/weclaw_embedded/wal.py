@@ -1,0 +1,519 @@
+"""The log: checksummed frames of byte records in the segments of one file.
+
+    append(records) ─► pending ── write() ─► in the file, TAIL moved ── sync() ─► on the disk
+                          └─ discard()                                    (the caller then
+                                                                           raises COMMIT)
+
+Role: everything between "these records belong together" and the bytes of the file.  Offsets are
+positions in the log for ever: segment number * segment size + position in the segment.
+
+Invariants:
+
+* One append is one frame, there whole or not at all.
+* TAIL is moved after the bytes are in the file, so that nobody reads what isn't there; WRITING
+  says that somebody is between the two, and who finds it set without its holder calls `heal`.
+* Nothing shared is touched before `write`: an append that fails, or is discarded, leaves no
+  trace but perhaps a free slot more.
+* Every read is checked against the salt of the segment's present life.
+
+Who may do what: `append`, `write`, `discard`, `heal`, `free`, `trim`, `prepare_spare` only under
+the one write lock of all processes, which the caller holds.  Reading needs no lock; a segment
+may be freed under a reader, who then gets LookupError.  A `Log` itself is not thread-safe.
+
+It knows nothing of queues, nor of what is in a record.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TypeAlias
+from zlib import crc32
+
+from . import _clock, _files
+from ._format import (
+    CHECKPOINT_FRAME,
+    ENVELOPE,
+    ENVELOPE_BYTES,
+    FIRST,
+    HEAD_RECORD_AT,
+    HEADER_BYTES,
+    LAST_PART,
+    MAX_FRAME_BYTES,
+    MAX_OFFSET,
+    PART,
+    PART_BYTES,
+    PART_TAIL,
+    POLICY_SHIFT,
+    REST,
+    SLOT_BYTES,
+    VOUCH,
+    WHOLE,
+    FileHeader,
+    SlotHeader,
+    check_segment_bytes,
+    pack_head,
+    pack_header,
+    pack_slot,
+    unpack_header,
+)
+from ._reading import Reading
+from ._recovery import Recovery, heal, recover, verify
+from ._scan import Frame, OnDamage
+from ._segments import (
+    ANNOUNCED,
+    CHECKPOINT,
+    COMMIT,
+    HEAD,
+    LAST,
+    SLOTS,
+    SPARES,
+    TAIL,
+    WORDS,
+    WRITING,
+    LogState,
+)
+from .errors import DiskFullError
+
+__all__ = [
+    "ANNOUNCED",
+    "CHECKPOINT",
+    "COMMIT",
+    "HEAD",
+    "LAST",
+    "SLOTS",
+    "SPARES",
+    "TAIL",
+    "WORDS",
+    "WRITING",
+    "Frame",
+    "Log",
+    "LogState",
+    "OnDamage",
+    "Record",
+    "Recovery",
+    "read_file_header",
+]
+
+Record: TypeAlias = Sequence[_files.Bytes]  # one after the other they are the record's bytes
+
+_MASK = 0xFFFFFFFF
+_JOIN_BYTES = 1 << 20  # up to here one copy is cheaper than handing over many buffers
+_SMALLEST_CUT = PART_BYTES + ENVELOPE_BYTES + 1
+_DOING, _UNDOING = 1, 2  # values of WRITING
+
+
+def read_file_header(fd: int, name: str = "the file") -> FileHeader:
+    """Read the header block; raises what `unpack_header` does."""
+    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), name)
+
+
+class Log(Reading):
+    """One process's hands on the log of one open file.  See the module for who may call what."""
+
+    def __init__(
+        self, fd: int, header: FileHeader, state: LogState, *, readonly: bool = False
+    ) -> None:
+        super().__init__(fd, header, state, readonly=readonly)
+        # What is pending: finished runs of bytes with their file positions, the run under way,
+        # and the segments begun for them: (number, slot, slot header).
+        self._runs: list[tuple[int, list[_files.Bytes]]] = []
+        self._buffers: list[_files.Bytes] = []
+        self._run_at = 0
+        self._begun: list[tuple[int, int, SlotHeader]] = []
+        self._checkpoint = 0
+        # Where the next frame goes; right only while TAIL is `_tail`.
+        self._tail = -1
+        self._end = 0
+        self._limit = 0
+        self._salt = 0
+        self._last_pending = (0, 0)
+
+    @staticmethod
+    def create(
+        path: str,
+        *,
+        segment_bytes: int,
+        store_id: bytes,
+        epoch: int = 1,
+        created_us: int,
+    ) -> None:
+        """Make a new file with an empty log and one spare slot, whole or not at all.
+
+        A file of no bytes is replaced; FileExistsError when there is any other.
+        """
+        check_segment_bytes(segment_bytes)
+        header = FileHeader(segment_bytes, store_id, epoch, 1, created_us)
+        slot = SlotHeader(0, _new_salt(), 0, 0, 0, epoch, 0, created_us)
+
+        def write(fd: int) -> None:
+            _files.zero_fill(fd, 0, HEADER_BYTES + 2 * segment_bytes)
+            block = bytearray(pack_header(header))
+            record = pack_head(0, store_id)
+            block[HEAD_RECORD_AT : HEAD_RECORD_AT + len(record)] = record
+            _files.write_at(fd, [bytes(block)], 0)
+            packed = pack_slot(slot, store_id)
+            _files.write_at(fd, [packed], HEADER_BYTES)
+            _files.write_at(fd, [packed], HEADER_BYTES + segment_bytes - SLOT_BYTES)
+
+        _files.create_whole(path, write, replace_empty=True)
+
+    def write_header(self, *, epoch: int | None = None) -> FileHeader:
+        """Rewrite the header block with another epoch, durably, one copy after the other."""
+        old = self.header
+        header = old._replace(
+            epoch=old.epoch if epoch is None else epoch, generation=old.generation + 1
+        )
+        block = pack_header(header)
+        for at in (0, HEADER_BYTES // 2):
+            _files.write_at(self.fd, [block[at : at + 128]], at)
+            _files.sync_data(self.fd)
+        self.header = header
+        return header
+
+    # Appending ---------------------------------------------------------------------------
+
+    @property
+    def pending_tail(self) -> int:
+        """Where the tail will be once what is pending is written."""
+        if self._tail != self.state.words[TAIL]:
+            self._resume()
+        return self._end
+
+    def append(
+        self,
+        records: Sequence[Record],
+        policy: int,
+        time_us: int,
+        flags: int = 0,
+        *,
+        spare: bool = False,
+    ) -> list[int]:
+        """Lay out one frame of these records, to be written by `write`; return their offsets.
+
+        `policy` is what the frame is promised, `flags` of CHECKPOINT_FRAME and VOUCH.  `spare`
+        allows the last free slot to be used, which is kept so that work can be finished on a
+        full disk.  Raises DiskFullError; then nothing of this frame is pending.
+        """
+        words = self.state.words
+        if words[TAIL] != self._tail:
+            self._resume()
+        if not (spare or words[SPARES]):
+            self._make_zeroed([slot for _, slot, _ in self._begun])
+        if len(records) == 1 and not flags:
+            pieces = records[0]
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            n = len(body)
+            offset = self._end
+            end = offset + 32 + n
+            if end <= self._limit and n:
+                part = (
+                    PART_TAIL.pack(
+                        n + 8, words[COMMIT] << 8 | policy << 2 | WHOLE, time_us, n, PART_BYTES
+                    )
+                    + body
+                )
+                crc = crc32(part, (self._salt + offset) & _MASK)
+                self._buffers += (crc.to_bytes(4, "little"), part)
+                self._end = end
+                self._last_pending = (offset, crc)
+                return [offset + PART_BYTES]
+        return self._append_any(records, policy, time_us, flags, spare)
+
+    def _resume(self) -> None:
+        """Take up where the tail is now: others may have moved it."""
+        assert not self._buffers, "the tail moved under a pending frame"
+        tail = self.state.words[TAIL]
+        segment = tail >> self.bits
+        shift, self._salt = self.place(segment)
+        self._limit = self.limit(segment)
+        self._end = tail
+        self._run_at = tail + shift
+        self._tail = tail
+
+    def _append_any(
+        self, records: Sequence[Record], policy: int, time_us: int, flags: int, spare: bool
+    ) -> list[int]:
+        """Append what isn't one small record: several, flagged ones, or more than fits here."""
+        lengths = [sum(map(len, pieces)) for pieces in records]
+        payload = sum(lengths) + ENVELOPE_BYTES * len(lengths)
+        if not lengths or min(lengths) == 0:
+            raise ValueError("a frame needs records, and a record needs bytes")
+        if payload > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {payload} bytes; the limit is {MAX_FRAME_BYTES}")
+        before = (
+            len(self._runs),
+            len(self._buffers),
+            len(self._begun),
+            (self._run_at, self._end, self._limit, self._salt, self._checkpoint),
+            self._buffers,
+        )
+        try:
+            room = self._limit - self._end
+            if payload + PART_BYTES > room:
+                whole_room = self.segment_bytes - 2 * SLOT_BYTES
+                worth_it = room > self.segment_bytes >> 4 or payload + PART_BYTES > whole_room
+                if not worth_it or room < _SMALLEST_CUT:
+                    self._begin_segment(time_us, spare)
+            layout = _Layout(self, policy, time_us, flags, spare)
+            offsets = layout.place(records, lengths)
+        except BaseException:
+            n_runs, n_buffers, n_begun, places, buffers = before
+            del self._runs[n_runs:]
+            del buffers[n_buffers:]
+            del self._begun[n_begun:]
+            self._buffers = buffers
+            self._run_at, self._end, self._limit, self._salt, self._checkpoint = places
+            raise
+        self._last_pending = layout.first
+        if flags & CHECKPOINT_FRAME:
+            self._checkpoint = offsets[0]
+        return offsets
+
+    def _begin_segment(self, time_us: int, spare: bool) -> None:
+        """Seal the segment that the pending end is in, and go on in the next one."""
+        taken = [slot for _, slot, _ in self._begun]
+        slot = self.take_slot(spare=spare, taken=taken)
+        words = self.state.words
+        number = (self._end - 1 >> self.bits) + 1
+        if (number + 2) << self.bits > MAX_OFFSET:
+            raise ValueError(f"the log is at its largest offset, {MAX_OFFSET}")
+        header = SlotHeader(
+            segment=number,
+            salt=_new_salt(),
+            prev_salt=self._salt,
+            prev_end=self._end,
+            head=words[ANNOUNCED],
+            epoch=self.header.epoch,
+            checkpoint=self._checkpoint or words[CHECKPOINT],
+            created_us=time_us,
+        )
+        packed = pack_slot(header, self.header.store_id)
+        position = self.slot_position(slot)
+        if self._buffers:
+            self._runs.append((self._run_at, self._buffers))
+        self._runs.append((position + self.segment_bytes - SLOT_BYTES, [packed]))
+        self._begun.append((number, slot, header))
+        self._buffers = [packed]
+        self._run_at = position
+        self._salt = header.salt
+        self._end = (number << self.bits) + SLOT_BYTES
+        self._limit = self.limit(number)
+
+    def write(self) -> int:
+        """Write what is pending into the file and move the tail; return the new tail.
+
+        Raises DiskFullError or OSError; then nothing of it is in the log.
+        """
+        words = self.state.words
+        buffers = self._buffers
+        if not buffers:
+            return self._tail if self._tail >= 0 else words[TAIL]
+        words[WRITING] = _DOING
+        try:
+            for position, run in self._runs:
+                _files.write_at(self.fd, run, position)
+            total = self._end - self._tail
+            if len(buffers) > 2 and total <= _JOIN_BYTES:
+                buffers = [b"".join(buffers)]
+            written = _files.write_at(self.fd, buffers, self._run_at)
+        except BaseException as error:
+            self._undo(error)
+            raise
+        if self._begun:
+            self._publish_begun()
+        if self._checkpoint:
+            words[CHECKPOINT] = self._checkpoint
+            self._checkpoint = 0
+        self._buffers = []
+        self._run_at += written
+        tail = words[TAIL] = self._tail = self._end
+        words[WRITING] = 0
+        self._last = (tail, self._last_pending)
+        return tail
+
+    def _publish_begun(self) -> None:
+        state = self.state
+        for number, slot, header in self._begun:
+            state.slots[slot] = number + 1
+            self._slot_of[number] = slot
+            self._order.append(number)
+            place = (self.slot_position(slot) - (number << self.bits), header.salt)
+            self._places[number] = place
+            self._prev_ends[number] = header.prev_end
+        state.words[LAST] = self._begun[-1][0]
+        self._begun = []
+        self._runs = []
+        self.count_spares()
+
+    def _undo(self, error: BaseException) -> None:
+        """Take back a write that failed; one that was interrupted is left to `heal`."""
+        if isinstance(error, OSError | DiskFullError):
+            self.state.words[WRITING] = _UNDOING
+            try:
+                self.heal()
+            except (OSError, DiskFullError):
+                # Left to whoever has the lock next, who finds WRITING set.
+                self.discard()
+
+    def discard(self) -> None:
+        """Drop what is pending and wasn't written."""
+        self._runs = []
+        self._buffers = []
+        self._begun = []
+        self._checkpoint = 0
+        self._tail = -1
+
+    def sync(self) -> None:
+        """Return when everything written before the call is on stable storage; needs no lock.
+
+        Raises OSError when the disk refuses, after which nothing more may be promised.
+        """
+        _files.sync_data(self.fd)
+
+    def free(self, segment: int, needs: int | None = None) -> None:
+        """Let go of every segment up to this one, for reasons found in the log up to now.
+
+        Their slots are used again once `needs` (what is written or pending, if not given) is on
+        stable storage.
+        """
+        super().free(segment, self.pending_tail if needs is None else needs)
+
+    # After a crash -----------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Finish or undo a write whose writer died or was interrupted; WRITING was found set.
+
+        Frames that are whole in the file are taken, anything after them is zeroed.
+        """
+        self.discard()
+        heal(self)
+        self._last = (-1, (0, 0))
+
+    def recover(
+        self,
+        commit: int = 0,
+        *,
+        cache_is_true: bool = False,
+        whole: bool = True,
+        failed: bool = False,
+    ) -> Recovery:
+        """Find the state of the log from the file alone; the caller has the file for itself.
+
+        `commit` is a commit point known from before (0: none): what is bad below it is damage.
+        `cache_is_true`: nothing but processes died since the file was written, so what the
+        cache says is what there is.  Otherwise the file is synced and read from the disk.
+        `whole=False`: the end is enough, if it can be found from `commit`.  `failed`: a sync
+        failed at that commit point; what lies above it is written again first.
+
+        Raises CorruptError when there is no log to be found, OSError when the disk refuses.
+        """
+        self.discard()
+        self.forget()
+        self._window, self._part, self._last = b"", (0, b"", {}, 0), (-1, (0, 0))
+        return recover(
+            self,
+            commit=commit,
+            cache_is_true=cache_is_true,
+            whole=whole,
+            failed=failed,
+            begin_segment=self._begin_after_recovery,
+        )
+
+    def _begin_after_recovery(self, prev_end: int) -> None:
+        """Begin a segment with nothing in it yet, after what was found."""
+        segment = prev_end - 1 >> self.bits
+        self._tail = self.state.words[TAIL]
+        self._end = prev_end
+        self._salt = self.place(segment)[1]
+        try:
+            self._begin_segment(_clock.wall_us(), spare=True)
+            self.write()
+        except BaseException:
+            self.discard()
+            raise
+
+    def verify(self) -> list[tuple[int, str]]:
+        """Check everything that is kept and change nothing: (offset, reason) of each bad spot."""
+        return verify(self)
+
+
+class _Layout:
+    """The laying out of one frame that may go over several segments."""
+
+    def __init__(self, log: Log, policy: int, time_us: int, flags: int, spare: bool) -> None:
+        self.log = log
+        self.time_us = time_us
+        self.spare = spare
+        commit = log.state.words[COMMIT]
+        if flags & VOUCH:
+            commit = max(commit, log._end)
+        self.commit_flags = commit << 8 | flags | policy << POLICY_SHIFT
+        self.first = (0, 0)  # offset and checksum of the first part
+        self.pieces: list[_files.Bytes] = []  # payload of the part under way
+        self.n = 0  # its length
+        self.begin = log._end
+        self.is_first = True
+
+    def place(self, records: Sequence[Record], lengths: Sequence[int]) -> list[int]:
+        """Lay out all records; return their offsets."""
+        log = self.log
+        offsets = []
+        pieces = self.pieces
+        for record, length in zip(records, lengths, strict=True):
+            at = self.begin + PART_BYTES + self.n
+            if at + ENVELOPE_BYTES + 1 > log._limit:
+                self._next_part(0)
+                pieces = self.pieces
+                at = self.begin + PART_BYTES + self.n
+            offsets.append(at)
+            pieces.append(ENVELOPE.pack(length, at - self.begin))
+            self.n += ENVELOPE_BYTES
+            if at + ENVELOPE_BYTES + length <= log._limit:
+                pieces.extend(record)
+                self.n += length
+            else:
+                self._cut(record, length)
+                pieces = self.pieces
+        self._close_part(LAST_PART)
+        return offsets
+
+    def _cut(self, record: Record, length: int) -> None:
+        """Lay out a record's bytes over this part and those that follow."""
+        rest = length
+        for piece in record:
+            view = memoryview(piece).cast("B")
+            while len(view):
+                room = self.log._limit - (self.begin + PART_BYTES + self.n)
+                if room <= 0:
+                    self._next_part(rest)
+                    continue
+                taken = view[:room]
+                self.pieces.append(taken)
+                self.n += len(taken)
+                rest -= len(taken)
+                view = view[len(taken) :]
+
+    def _next_part(self, rest: int) -> None:
+        self._close_part(0)
+        self.log._begin_segment(self.time_us, self.spare)
+        self.begin = self.log._end
+        self.pieces = [REST.pack(rest)]
+        self.n = REST.size
+
+    def _close_part(self, last: int) -> None:
+        log = self.log
+        flags = self.commit_flags | last | (FIRST if self.is_first else 0)
+        head = PART.pack(0, self.n, flags, self.time_us)[4:]
+        crc = crc32(head, (log._salt + self.begin) & _MASK)
+        for piece in self.pieces:
+            crc = crc32(piece, crc)
+        if self.is_first:
+            self.first = (self.begin, crc)
+        log._buffers += (crc.to_bytes(4, "little"), head, *self.pieces)
+        log._end = self.begin + PART_BYTES + self.n
+        self.is_first = False
+
+
+def _new_salt() -> int:
+    return secrets.randbits(32) or 1
