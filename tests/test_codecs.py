@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weclaw_embedded import _codecs
+from weclaw_embedded import _codecs, _values
 from weclaw_embedded._codecs import check_codec, decode, encode, pack_value, unpack_value
 from weclaw_embedded.errors import SerializationError
 
@@ -436,11 +436,11 @@ def test_values_say_what_they_are_when_refused() -> None:
 
 
 def test_a_large_value_does_not_keep_its_memory() -> None:
-    _codecs._packers.clear()
+    _values._packers.clear()
     pack_value(b"x" * (8 << 20))
-    assert not _codecs._packers
+    assert not _values._packers
     pack_value(b"x")
-    assert len(_codecs._packers) == 1
+    assert len(_values._packers) == 1
 
 
 def test_a_put_from_within_a_put_finds_its_own_packer() -> None:

@@ -1,36 +1,30 @@
-"""Bodies to bytes and back: a body comes back equal or is refused before anything is written.
+"""Bodies to bytes and back, in the way that the handle or the message says.
 
 Each message says how its body was written (a small number, and a name for a codec of the user's
 own), so that any handle can read it.  Reading runs nobody's code unless the handle asked for it:
 pickle and an object's own decoder are used only by a handle opened with that same codec.
 
-The rules of msgpack here are stricter than those of the msgpack library, which packs some things
-that it can't read back or that come back as something else:
-
-- A tuple is an array whose first element is the extension (2, b""), which nothing else can be.
-- An aware datetime is the extension (1, text), where text is its ISO 8601 form with UTC offset,
-  followed by `[Zone/Name]` when it belongs to a named zone (as RFC 9557 writes it).  The zone
-  matters: in the hour that a change of clocks repeats, Python holds a zone's time equal to none
-  with a fixed offset.
-- Keys of dicts are str, bytes, int, bool or None.
-- A subclass of these types is written as the plain type if that is equal to it, else refused.
-- Nesting is limited to MAX_NESTING, which every version of the decoder can read.
-
-Headers and results follow the same rules through `pack_value` and `unpack_value`.  This module
-knows nothing of messages, files or limits on size.
+Headers and results follow the rules of msgpack, which are in `_values`, whatever the codec.  This
+module knows nothing of messages, files or limits on size.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-import re
-from collections.abc import Iterator
-from datetime import datetime, timezone
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
-import msgpack
-
+from weclaw_embedded._values import (
+    MAX_NESTING,
+    faults,
+    int_fault,
+    pack_value,
+    refused_at,
+    str_fault,
+    type_name,
+    unpack_value,
+    words,
+)
 from weclaw_embedded.errors import SerializationError
 
 __all__ = [
@@ -56,20 +50,8 @@ CODEC_RAW: Final = 2
 CODEC_PICKLE: Final = 3
 CODEC_OTHER: Final = 4
 
-MAX_NESTING: Final = 500
-"""Levels of containers in a body.  msgpack's packer gives up at 511 in some versions, its decoder
-at 1024, and Python compares and prints nested values with recursion of about 1000."""
-
 MAX_NAME_BYTES: Final = 255
 """Length of the name of a codec of the user's own, in UTF-8."""
-
-_MIN_INT: Final = -(2**63)
-_MAX_INT: Final = 2**64 - 1
-_KEPT_PACKER_BYTES: Final = 1 << 20
-_MAX_DATETIME_BYTES: Final = 160
-
-_EXT_DATETIME: Final = 1
-_EXT_TUPLE: Final = 2
 
 
 @runtime_checkable
@@ -133,7 +115,7 @@ def encode(codec: AnyCodec, body: Any) -> tuple[int, str | None, bytes]:
     if codec == "raw":
         if not isinstance(body, bytes):
             raise SerializationError(
-                f"codec 'raw' takes bytes, not {_type_name(body)}; nothing was written"
+                f"codec 'raw' takes bytes, not {type_name(body)}; nothing was written"
             )
         return CODEC_RAW, None, b"".join((body,))
     if codec == "pickle":
@@ -175,241 +157,38 @@ def decode(number: int, name: str | None, data: bytes | memoryview, *, codec: An
     )
 
 
-# msgpack: what is packed is checked by a walk over types, not by decoding it again, which would
-# cost a fifth of put_many.
-
-
-class _TupleMark:
-    """What the extension (2, b"") is read as: the first element of what was a tuple."""
-
-    __slots__ = ()
-
-
-_MARK: Final = _TupleMark()
-_MARK_EXT: Final = msgpack.ExtType(_EXT_TUPLE, b"")
-
-_NONE: Final = type(None)
-# What the packer writes as it is.  datetime is here because the packer has handed it to _plain.
-_SCALARS: Final = frozenset((str, int, float, bool, bytes, _NONE, datetime))
-_KEYS: Final = frozenset((str, bytes, int, bool, _NONE))
-_KEY_BASES: Final = (str, bytes, int)
-
-
-class _Refused(TypeError):
-    """Raised inside the packer; _explain finds the place and the words."""
-
-
-def _new_packer() -> Any:
-    return msgpack.Packer(default=_plain, strict_types=True, use_bin_type=True)
-
-
-# Packers not in use.  One is taken out while it works, so that neither another thread nor a put
-# made from within (a signal handler, a finalizer) finds it in the middle of a value.
-_packers: list[Any] = []
-
-
-def pack_value(value: Any, what: str = "body") -> bytes:
-    """Pack by the rules of msgpack; `what` names the value in an error."""
-    try:
-        packer = _packers.pop()
-    except IndexError:
-        packer = _new_packer()
-    try:
-        data = cast(bytes, packer.pack(value))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _refusal(value, what, str(error)) from None
-    # A packer keeps the memory of the largest value it has packed.
-    if len(data) <= _KEPT_PACKER_BYTES:
-        _packers.append(packer)
-    if (
-        type(value) is dict
-        and _KEYS.issuperset(map(type, value))
-        and _SCALARS.issuperset(map(type, value.values()))
-    ):
-        return data  # the usual task: a flat dict
-    if not _is_sound(value):
-        raise _refusal(value, what, "it does not come back equal")
-    return data
-
-
-def unpack_value(data: bytes | memoryview) -> Any:
-    """Unpack what `pack_value` made; SerializationError for anything else."""
-    try:
-        return msgpack.unpackb(
-            data,
-            strict_map_key=False,
-            ext_hook=_read_extension,
-            list_hook=_read_list,
-            timestamp=3,
-        )
-    except (
-        ValueError,
-        TypeError,  # an unhashable key
-        OverflowError,
-        RecursionError,
-        MemoryError,  # a few bytes may announce a large array
-        msgpack.UnpackException,
-    ) as error:
-        raise SerializationError(
-            f"the bytes can't be read as msgpack ({_words(error)}); the message is as it was; "
-            "settle it (fail sets it aside), or read it with what wrote it"
-        ) from error
-
-
-def _is_sound(value: Any) -> bool:
-    """Whether all that the packer took is among the types that come back as they are.
-
-    The packer has been through the value already, so there are no cycles here.
-    """
-    level = [value]
-    for _ in range(MAX_NESTING):
-        deeper: list[Any] = []
-        for item in level:
-            kind = type(item)
-            if kind in _SCALARS:
-                continue
-            if isinstance(item, dict):
-                if not _KEYS.issuperset(map(type, item)) and not all(map(_is_key, item)):
-                    return False
-                children: Any = item.values()
-            elif isinstance(item, (list, tuple)):
-                if kind is msgpack.ExtType or kind is msgpack.Timestamp:
-                    return False
-                children = item
-            elif isinstance(item, (str, int, float, bytes, datetime)):
-                continue  # a subclass, which _plain found equal to the plain value
-            else:
-                return False  # bytearray, memoryview: they would come back as bytes
-            if not _SCALARS.issuperset(map(type, children)):
-                deeper.extend(child for child in children if type(child) not in _SCALARS)
-        if not deeper:
-            return True
-        level = deeper
-    return False  # nested too deeply
-
-
-def _is_key(key: object) -> bool:
-    return type(key) in _KEYS or isinstance(key, _KEY_BASES)
-
-
-def _plain(value: Any) -> Any:
-    """The packer's hook for whatever isn't exactly one of its own types."""
-    if type(value) is tuple:
-        return [_MARK_EXT, *value]
-    if isinstance(value, datetime):
-        return msgpack.ExtType(_EXT_DATETIME, _write_datetime(value))
-    plain: Any
-    if isinstance(value, str):
-        plain = str.__str__(value)
-    elif isinstance(value, int):
-        plain = int.__int__(value)
-    elif isinstance(value, float):
-        plain = float.__float__(value)
-    elif isinstance(value, bytes):
-        plain = b"".join((value,))
-    elif isinstance(value, dict):
-        plain = dict(value)
-    elif isinstance(value, list):
-        plain = list(value)
-    elif isinstance(value, tuple) and type(value) is not msgpack.ExtType:
-        plain = tuple(value)
-    else:
-        raise _Refused
-    if not _same(plain, value):
-        raise _Refused
-    return [_MARK_EXT, *plain] if type(plain) is tuple else plain
-
-
-def _same(plain: Any, value: Any) -> bool:
-    """Whether a subclass's value is equal to the plain one, as a key of a dict too."""
-    try:
-        if plain != plain:  # NaN
-            return bool(value != value)
-        if not (plain == value and value == plain):
-            return False
-        return isinstance(plain, (dict, list)) or hash(plain) == hash(value)
-    except Exception:  # noqa: BLE001  it is the user's own __eq__ that runs here
-        return isinstance(plain, tuple)  # a tuple of something unhashable
-
-
-def _read_list(items: list[Any]) -> Any:
-    if items and items[0] is _MARK:
-        return tuple(items[1:])
-    return items
-
-
-def _read_extension(code: int, data: bytes) -> Any:
-    if code == _EXT_TUPLE and not data:
-        return _MARK
-    if code == _EXT_DATETIME:
-        return _read_datetime(data)
-    raise ValueError(f"unknown extension {code}")
-
-
-_DATETIME: Final = re.compile(r"([0-9T:.+\-]+)(?:\[([A-Za-z0-9_+\-/]+)\])?")
-
-
-def _write_datetime(value: datetime) -> bytes:
-    try:
-        if value.utcoffset() is None:
-            raise _Refused("naive")
-        text = datetime.isoformat(value)
-        zone = value.tzinfo
-        if type(zone) is timezone and type(value) is datetime:
-            return text.encode("ascii")
-        key = getattr(zone, "key", None)
-        if isinstance(key, str):
-            text = f"{text}[{key}]"
-        data = text.encode("ascii")
-        if _read_datetime(data) == value:
-            return data
-    except _Refused:
-        raise
-    except Exception:  # noqa: BLE001  a tzinfo is the user's code
-        pass
-    raise _Refused("it does not come back equal")
-
-
-def _read_datetime(data: bytes) -> datetime:
-    match = None
-    if len(data) <= _MAX_DATETIME_BYTES:
-        match = _DATETIME.fullmatch(data.decode("ascii"))
-    if match is None:
-        raise ValueError("not a date and time")
-    value = datetime.fromisoformat(match[1])
-    if value.tzinfo is None:
-        raise ValueError("a date and time without its UTC offset")
-    return value if match[2] is None else _in_zone(value, match[2])
-
-
-def _in_zone(value: datetime, key: str) -> datetime:
-    """The same time in the named zone, or as it is where the zone isn't known or has changed."""
-    from zoneinfo import ZoneInfo  # here, because it is slow to import and seldom needed
-
-    try:
-        zone = ZoneInfo(key)
-    except (LookupError, ValueError, OSError):
-        return value
-    for fold in (0, 1):
-        local = value.replace(tzinfo=zone, fold=fold)
-        if local.utcoffset() == value.utcoffset():
-            return local
-    return value
-
-
 # JSON: only what its decoder gives back as it was.
 
 
 def _encode_json(body: Any) -> bytes:
-    for path, reason in _faults(body, json_only=True):
-        raise _refused_at("body", path, reason)
+    for path, reason in faults(body, _json_fault, _json_key_fault):
+        raise refused_at("body", path, reason)
     try:
         text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
         raise SerializationError(
-            f"the body can't be written as JSON ({_words(error)}); nothing was written"
+            f"the body can't be written as JSON ({words(error)}); nothing was written"
         ) from error
+
+
+def _json_fault(item: Any) -> str | None:
+    kind = type(item)
+    if kind is str:
+        return str_fault(item)
+    if kind is int:
+        return int_fault(item)
+    if kind is float:
+        if item - item == 0:
+            return None
+        return f"{item} is not a number of JSON; use codec='msgpack'"
+    if item is None or kind in (bool, dict, list):
+        return None
+    return f"a value of type {type_name(item)} does not come back equal from JSON"
+
+
+def _json_key_fault(key: object) -> str | None:
+    return None if type(key) is str else "JSON has only str keys; use codec='msgpack'"
 
 
 def _decode_json(data: bytes | memoryview) -> Any:
@@ -417,7 +196,7 @@ def _decode_json(data: bytes | memoryview) -> Any:
         return json.loads(str(data, "utf-8"))
     except (ValueError, RecursionError, MemoryError) as error:
         raise SerializationError(
-            f"the bytes can't be read as JSON ({_words(error)}); the message is as it was; "
+            f"the bytes can't be read as JSON ({words(error)}); the message is as it was; "
             "settle it (fail sets it aside), or read it with what wrote it"
         ) from error
 
@@ -430,7 +209,7 @@ def _encode_pickle(body: Any) -> bytes:
         return pickle.dumps(body, protocol=4)
     except Exception as error:
         raise SerializationError(
-            f"the body can't be pickled ({_words(error)}); nothing was written"
+            f"the body can't be pickled ({words(error)}); nothing was written"
         ) from error
 
 
@@ -439,7 +218,7 @@ def _decode_pickle(data: bytes | memoryview) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise SerializationError(
-            f"the bytes can't be unpickled ({_words(error)}); the message is as it was; is the "
+            f"the bytes can't be unpickled ({words(error)}); the message is as it was; is the "
             "code that its classes come from installed?"
         ) from error
 
@@ -449,12 +228,12 @@ def _encode_other(codec: Codec, body: Any) -> bytes:
         data = codec.encode(body)
     except Exception as error:
         raise SerializationError(
-            f"the codec {codec_name(codec)!r} refused the body ({_words(error)}); "
+            f"the codec {codec_name(codec)!r} refused the body ({words(error)}); "
             "nothing was written"
         ) from error
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise SerializationError(
-            f"the codec {codec_name(codec)!r} gave {_type_name(data)}, not bytes; "
+            f"the codec {codec_name(codec)!r} gave {type_name(data)}, not bytes; "
             "nothing was written"
         )
     return bytes(data)
@@ -465,125 +244,6 @@ def _decode_other(codec: Codec, data: bytes | memoryview) -> Any:
         return codec.decode(bytes(data))
     except Exception as error:
         raise SerializationError(
-            f"the codec {codec_name(codec)!r} can't read the body ({_words(error)}); "
+            f"the codec {codec_name(codec)!r} can't read the body ({words(error)}); "
             "the message is as it was"
         ) from error
-
-
-# Words for a refusal.  This is slow and runs only when a value was refused (and for JSON, whose
-# encoder accepts too much).
-
-
-def _refusal(value: Any, what: str, otherwise: str) -> SerializationError:
-    for path, reason in _faults(value):
-        return _refused_at(what, path, reason)
-    return SerializationError(f"{what} can't be written: {otherwise}; nothing was written")
-
-
-def _refused_at(what: str, path: str, reason: str) -> SerializationError:
-    if len(path) > 200:
-        path = f"{path[:120]} … {path[-60:]}"
-    return SerializationError(f"{what}{path}: {reason}; nothing was written")
-
-
-def _faults(value: Any, *, json_only: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (path, reason) of what can't be written, depth first."""
-    stack: list[tuple[Any, str, int]] = [(value, "", 0)]
-    while stack:
-        item, path, depth = stack.pop()
-        reason = _json_fault(item) if json_only else _fault(item)
-        if reason is not None:
-            yield path, reason
-        elif depth >= MAX_NESTING and isinstance(item, (dict, list, tuple)):
-            yield path, f"it is nested more than {MAX_NESTING} levels deep, or contains itself"
-        elif isinstance(item, dict):
-            children = []
-            for key, child in item.items():
-                inner = f"{path}[{_short(key)}]"
-                fault = _key_fault(key, json_only=json_only)
-                if fault is not None:
-                    yield inner, fault
-                children.append((child, inner, depth + 1))
-            stack.extend(reversed(children))
-        elif isinstance(item, (list, tuple)):
-            numbered = [(child, f"{path}[{i}]", depth + 1) for i, child in enumerate(item)]
-            stack.extend(reversed(numbered))
-
-
-def _fault(item: Any) -> str | None:
-    kind = type(item)
-    if kind is str:
-        return _str_fault(item)
-    if kind is int:
-        return _int_fault(item)
-    if kind in (float, bool, bytes, _NONE, dict, list, tuple):
-        return None
-    if isinstance(item, datetime) and item.tzinfo is None:
-        return "a datetime without a time zone can't be told from another; make it aware"
-    try:
-        plain = _plain(item)
-    except _Refused:
-        return (
-            f"a value of type {_type_name(item)} does not come back equal from msgpack; "
-            "put what it is made of, or open with codec='pickle'"
-        )
-    return None if isinstance(plain, (msgpack.ExtType, dict, list)) else _fault(plain)
-
-
-def _key_fault(key: object, *, json_only: bool) -> str | None:
-    if json_only:
-        return None if type(key) is str else "JSON has only str keys; use codec='msgpack'"
-    if not _is_key(key):
-        return (
-            f"a key of type {_type_name(key)} does not come back; use str, bytes, int, bool or None"
-        )
-    return _fault(key)
-
-
-def _json_fault(item: Any) -> str | None:
-    kind = type(item)
-    if kind is str:
-        return _str_fault(item)
-    if kind is int:
-        return _int_fault(item)
-    if kind is float:
-        if item - item == 0:
-            return None
-        return f"{item} is not a number of JSON; use codec='msgpack'"
-    if kind in (bool, _NONE, dict, list):
-        return None
-    return f"a value of type {_type_name(item)} does not come back equal from JSON"
-
-
-def _str_fault(item: str) -> str | None:
-    try:
-        item.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f"the text has a lone surrogate at index {error.start}, which UTF-8 can't hold"
-    return None
-
-
-def _int_fault(item: int) -> str | None:
-    if _MIN_INT <= item <= _MAX_INT:
-        return None
-    return "an int outside -2**63 ... 2**64 - 1 does not fit; put it as a str"
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    if kind.__module__ == "builtins":
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _short(key: object) -> str:
-    try:
-        text = repr(key)
-    except Exception:  # noqa: BLE001  the user's own __repr__
-        text = f"<{_type_name(key)}>"
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-def _words(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
