@@ -1,0 +1,95 @@
+"""Long rounds by hand: `python -m tests.crash --rounds N --seed S [--kind random|calls|lines]`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from tests.crash import rounds  # noqa: E402
+from tests.crash.ledger import SCRATCH, Violation  # noqa: E402
+
+
+def stops(kind: str, number: int, seed: int, directory: Path) -> list[tuple[int, str, bool, int]]:
+    """The stops to make: all of them, or `number` chosen ones."""
+    lines = kind == "lines"
+    found = []
+    for existing in (False, True):
+        for retention in (3600, 0):
+            place = directory / f"count {existing} {retention}"
+            n = rounds.stop_round(
+                place, kind, 0, "count", existing=existing, scratch="deleted", retention=retention
+            )
+            shutil.rmtree(place)
+            moments = ("before",) if lines else ("before", "half", "after")
+            found += [
+                (at, moment, existing, retention) for at in range(1, n + 1) for moment in moments
+            ]
+    if number and number < len(found):
+        found = random.Random(seed).sample(found, number)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="0: every stop there is")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--kind", choices=("random", "calls", "lines"), default="random")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of work in a random round")
+    parser.add_argument("--keep-going", action="store_true", help="count violations to the end")
+    parser.add_argument("--directory", type=Path, help="where the files are; a new one if left out")
+    given = parser.parse_args()
+    seed = random.randrange(10**6) if given.seed is None else given.seed
+    directory = given.directory or Path(tempfile.mkdtemp(prefix="weclaw-crash-"))
+    print(f"kind {given.kind}, seed {seed}, in {directory}", flush=True)
+    if given.kind == "random":
+        work = [(n,) for n in range(given.rounds)]
+    else:
+        work = stops(given.kind, given.rounds, seed, directory)
+    begun = time.monotonic()
+    violations = 0
+    for n, what in enumerate(work):
+        place = directory / f"round {n}"
+        try:
+            if given.kind == "random":
+                numbers = rounds.random_round(place, f"{seed}/{n}", seconds=given.seconds)
+                line = " ".join(f"{key} {value}" for key, value in numbers.items())
+            else:
+                at, moment, existing, retention = what
+                line = f"{moment} {at} existing {existing} retention {retention}"
+                rounds.stop_round(
+                    place,
+                    given.kind,
+                    at,
+                    moment,
+                    existing=existing,
+                    scratch=SCRATCH[1:][n % 3],
+                    retention=retention,
+                )
+        except Violation as violation:
+            violations += 1
+            print(f"\nround {n}: {what}\n{violation}\nkept: {place}\n", flush=True)
+            if not given.keep_going:
+                return 1
+            continue
+        shutil.rmtree(place)
+        print(
+            f"{n + 1}/{len(work)}  {time.monotonic() - begun:6.0f} s  {line}",
+            end="\r" if sys.stdout.isatty() else "\n",
+            flush=True,
+        )
+    print(f"\n{len(work)} rounds, {violations} violations, seed {seed}")
+    if not violations and given.directory is None:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
