@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -10,6 +11,9 @@ import weclaw_embedded as weclaw
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
+
+# Ready for so long with nobody working: a group that stands still.
+_STILL_S = 60.0
 
 
 @click.command()
@@ -27,8 +31,13 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
     with common.looking(file, readonly=readonly) as store:
         mine = common.queue_of(store, topic, group).stats()
         groups = [
-            {"topic": name, "group": member, **_counts(store, name, member)}
-            for name, member in _groups(store)
+            {
+                "topic": one.topic,
+                "group": one.group,
+                **common.queue_of(store, one.topic, one.group).stats()._asdict(),
+                "paused": one.paused,
+            }
+            for one in store.groups()
         ]
     if as_json:
         common.print_json({"topic": topic, "group": group, **mine._asdict(), "groups": groups})
@@ -48,10 +57,16 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
             for found in groups
         ],
     )
+    for found in groups:
+        place = common.plain(f"topic {found['topic']!r}, group {found['group']!r}")
+        if found.get("paused"):
+            click.echo(f"{place} is paused; 'weclawctl resume' ends it")
+        elif _stands_still(found):
+            click.echo(f"{place} stands still: {found['ready']} ready, none in hand")
     lag = mine.replica_lag
     click.echo(
         f"file {common.size(mine.file_bytes)}, reclaimable {common.size(mine.reclaimable_bytes)}, "
-        f"damaged {_number(mine.damaged)}"
+        f"damaged {mine.damaged}"
         + (
             ""
             if lag is None
@@ -60,16 +75,9 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
     )
 
 
-def _groups(store: weclaw.Store) -> list[tuple[str, str]]:
-    return [(found[0], found[1]) for found in store.groups()]
-
-
-def _counts(store: weclaw.Store, topic: str, group: str) -> dict[str, Any]:
-    return common.queue_of(store, topic, group).stats()._asdict()
-
-
-def _number(damaged: Any) -> int:
-    return damaged if isinstance(damaged, int) else len(damaged)
+def _stands_still(found: Mapping[str, Any]) -> bool:
+    """Whether a group has had messages ready for a while, and nobody has any in hand."""
+    return bool(found["ready"] and not found["leased"] and found["oldest_age_s"] > _STILL_S)
 
 
 @click.command()
@@ -106,21 +114,20 @@ def health(
 
     try:
         with common.looking(file, readonly=readonly) as store:
-            pairs = [
-                pair
-                for pair in _groups(store)
-                if topic in (None, pair[0]) and group in (None, pair[1])
-            ] or [(topic or "default", group or "default")]
-            counts = [(pair, common.queue_of(store, *pair).stats()) for pair in pairs]
+            paused = {
+                (one.topic, one.group): one.paused
+                for one in store.groups()
+                if topic in (None, one.topic) and group in (None, one.group)
+            } or {(topic or "default", group or "default"): False}
+            counts = [(pair, common.queue_of(store, *pair).stats()) for pair in paused]
     except (common.Failure, weclaw.WeclawError, OSError) as error:
         text = error.message if isinstance(error, common.Failure) else str(error)
         check("opens", text, None, bad=True)
-        counts = []
+        counts, paused = [], {}
     else:
         first = counts[0][1]
         check("opens", "yes", None, bad=False)
-        damaged = _number(first.damaged)
-        check("damaged", damaged, 0, bad=damaged > 0)
+        check("damaged", first.damaged, 0, bad=first.damaged > 0)
         if first.replica_lag is not None or max_lag is not None:
             lag = first.replica_lag
             late = max_lag is not None and (lag is None or lag > max_lag)
@@ -132,6 +139,11 @@ def health(
         check("backlog", backlog, max_backlog, bad=_over(backlog, max_backlog), **where)
         check("oldest_age_s", oldest, max_age, bad=_over(oldest, max_age), **where)
         check("dead", found.dead, max_dead, bad=_over(found.dead, max_dead), **where)
+        # Named, but not bad by itself: whether it should move, --max-age says.
+        if paused[pair]:
+            check("flow", "paused", None, bad=False, **where)
+        elif _stands_still(found._asdict()):
+            check("flow", "stands still", None, bad=False, **where)
 
     ok = all(one["ok"] for one in checks)
     if as_json:
