@@ -37,6 +37,7 @@ __all__ = [
     "ENVELOPE_BYTES",
     "FIRST",
     "HEADER_BYTES",
+    "HEADER_COPY_BYTES",
     "HEAD_RECORD_AT",
     "LAST_PART",
     "MAGIC",
@@ -77,6 +78,7 @@ HEADER_BYTES = 4096
 _COPY_AT = 2048
 _HEADER = Struct("<16sII16sQQQ")
 _CRC = Struct("<I")
+HEADER_COPY_BYTES = _HEADER.size + _CRC.size
 
 HEAD_RECORD_AT = 1024  # in the header block
 _HEAD_MAGIC = b"WQHD"
@@ -175,7 +177,7 @@ def unpack_header(block: bytes, name: str = "the file") -> FileHeader:
     best: FileHeader | None = None
     ours = False
     for at in (0, _COPY_AT):
-        copy = block[at : at + _HEADER.size + _CRC.size]
+        copy = block[at : at + HEADER_COPY_BYTES]
         if copy[:16] != MAGIC:
             continue
         ours = True
@@ -204,7 +206,7 @@ def unpack_header(block: bytes, name: str = "the file") -> FileHeader:
 
 
 def _unpack_copy(copy: bytes) -> FileHeader | None:
-    if len(copy) < _HEADER.size + _CRC.size:
+    if len(copy) < HEADER_COPY_BYTES:
         return None
     if _CRC.unpack_from(copy, _HEADER.size)[0] != crc32(copy[: _HEADER.size]):
         return None

@@ -24,8 +24,11 @@ from . import _files
 from ._format import (
     CHECKPOINT_FRAME,
     HEADER_BYTES,
+    HEADER_COPY_BYTES,
     SLOT_BYTES,
     SlotHeader,
+    pack_header,
+    pack_slot,
     unpack_head,
     unpack_header,
     unpack_slot,
@@ -62,6 +65,7 @@ class Recovery:
     damaged: list[tuple[int, str]] = field(default_factory=list)
     cut: int | None = None  # where what was torn was cut off
     is_end_damaged: bool = False
+    healed: list[tuple[int, str]] = field(default_factory=list)  # from a second copy
     whole: bool = True  # all that is kept was looked at, not only the end
     last_time_us: int = 0
 
@@ -93,6 +97,7 @@ def recover(
     if recovery.cut is not None:
         words[TAIL] = words[COMMIT] = recovery.cut
     if not log.readonly:
+        recovery.healed = _restore_copies(log, slots=recovery.whole or not cache_is_true)
         if recovery.cut is not None:
             _cut(log, recovery.cut)
             _go_on(log, recovery.cut, begin_segment)
@@ -104,6 +109,28 @@ def recover(
         _find_spares(log, words[TAIL] + 1 if cache_is_true else 0)
     recovery.tail = words[TAIL]
     return recovery
+
+
+def _restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
+    """Write damaged copies of headers (of slots too, if wanted) anew, from the good ones."""
+    healed = []
+    block = _files.read_at(log.fd, HEADER_BYTES, 0)
+    packed = pack_header(log.header)
+    for at in (0, HEADER_BYTES // 2):
+        if block[at : at + HEADER_COPY_BYTES] != packed[at : at + HEADER_COPY_BYTES]:
+            _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
+            healed.append((0, "a copy of the header block was damaged"))
+    for segment in log.segments() if slots else ():
+        position = log.slot_position(log.slot_of(segment))
+        header = log.read_slot(log.slot_of(segment))
+        if header is None:
+            continue
+        copy = pack_slot(header, log.header.store_id)
+        for at in (position, position + log.segment_bytes - SLOT_BYTES):
+            if _files.read_at(log.fd, SLOT_BYTES, at) != copy:
+                _files.write_at(log.fd, [copy], at)
+                healed.append((segment << log.bits, "a copy of the slot header was damaged"))
+    return healed
 
 
 def _find_spares(log: Segments, needs: int) -> None:
@@ -241,10 +268,12 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
     ends: list[tuple[int, int]] = []  # (number of bad spots before it, end of the last frame there)
     vouched = commit
     recovery = Recovery()
-    is_boundary = False
+    # An empty last segment is an end of the log, too.
+    last_begin = (words[LAST] << log.bits) + SLOT_BYTES
+    is_boundary = commit == last_begin
     first_checkpoint = words[CHECKPOINT]
     checkpoints = [first_checkpoint]
-    end = max(start, log.state.words[HEAD] << log.bits)
+    end = start + SLOT_BYTES
     times = [0]
     n_bad = 0
     for offset, frame_end, time_us, flags, frame_commit, records in walk(
@@ -284,7 +313,7 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
         recovery.cut = recovery.tail = cut
         recovery.torn_bytes = _bytes_beyond(log, cut)
     else:
-        if end < commit and not (bad and bad[-1][0] >= end):
+        if max(end, last_begin) < commit and not (bad and bad[-1][0] >= end):
             # The end of the log isn't there any more, although it was on stable storage.
             recovery.damaged.append((end, f"nothing is left up to the commit point {commit}"))
         recovery.is_end_damaged = any(offset >= end for offset, _ in recovery.damaged)
@@ -313,12 +342,11 @@ def _cut(log: Segments, cut: int) -> None:
     segment = cut >> log.bits
     for n in reversed([n for n in log.segments() if n > segment]):
         # From the last one down, so that what is left is always a log without a gap.
-        shift, _ = log.place(n)
-        position = shift + (n << log.bits)
+        position = log.slot_position(log.slot_of(n))
         _files.zero_fill(log.fd, position, SLOT_BYTES)
         _files.zero_fill(log.fd, position + log.segment_bytes - SLOT_BYTES, SLOT_BYTES)
         _files.sync_data(log.fd)
-        log.state.slots[(position - HEADER_BYTES) >> log.bits] = FREE | SAFE
+        log.state.slots[log.slot_of(n)] = FREE | SAFE
     words[LAST] = segment
     log.forget()
     shift, _ = log.place(segment)
@@ -412,7 +440,7 @@ def verify(log: Segments) -> list[tuple[int, str]]:
             found.append((0, f"the {name} copy of the header block is damaged"))
     head, tail = words[HEAD], words[TAIL]
     for segment in log.segments():
-        slot = log._slot_of[segment]
+        slot = log.slot_of(segment)
         position = log.slot_position(slot)
         for name, at in (("first", 0), ("second", log.segment_bytes - SLOT_BYTES)):
             data = _files.read_at(log.fd, SLOT_BYTES, position + at)

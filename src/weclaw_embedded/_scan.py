@@ -19,6 +19,7 @@ from zlib import crc32
 
 from . import _files
 from ._format import (
+    ENVELOPE,
     ENVELOPE_BYTES,
     FIRST,
     KNOWN_FLAGS,
@@ -138,22 +139,25 @@ def collect(log: Segments, offset: int, stop: int, *, check: bool = True) -> Fra
 
 
 def _records(parts: list[tuple[int, bytes]], first: bool) -> list[tuple[int, bytes]]:
+    """The records that begin in these parts of one frame, in `first` or in a later one of it."""
     records: list[tuple[int, bytes]] = []
     cut: list[bytes] = []  # of the record that goes on in the next part
+    cut_at = -1  # its offset; negative: it began before these parts
     missing = 0
-    cut_at = 0
     for i, (offset, part) in enumerate(parts):
         is_first = first and i == 0
         if not is_first:
             begin = PART_BYTES + REST.size
             rest = REST.unpack_from(part, PART_BYTES)[0] if len(part) >= begin else -1
-            if i and rest != missing:
+            if i == 0:
+                missing = rest
+            if rest != missing:
                 raise ValueError("a record isn't continued")
-            if i and missing:
-                piece = part[begin : begin + rest]
+            if missing:
+                piece = part[begin : begin + missing]
                 cut.append(piece)
                 missing -= len(piece)
-                if not missing:
+                if not missing and cut_at >= 0:
                     records.append((cut_at, b"".join(cut)))
         for at, length in envelopes(part, is_first):
             piece = part[at + ENVELOPE_BYTES : at + ENVELOPE_BYTES + length]
@@ -186,11 +190,13 @@ def walk(
     fd = log.fd
     words = log.state.words
     unpack = PART_WITH_ENVELOPE.unpack_from
+    envelope = ENVELOPE.unpack_from
     read_at = _files.read_at
     new = tuple.__new__  # twice as fast as calling the class
     budget = budget or Budget()
     first_kept = words[HEAD]
-    broken = False  # a frame of several parts was reported: its other parts go with it
+    # Later parts are passed over if their frame was reported as damaged, or began before `start`.
+    broken = start >> bits > first_kept and start & (log.segment_bytes - 1) <= SLOT_BYTES
     offset = start
     while offset < end:
         segment = offset >> bits
@@ -226,9 +232,16 @@ def walk(
                 if n + 8 == length and back == 24:
                     records = [(base + at + 24, data[at + 32 : part_end])]
                 else:
-                    try:
-                        records = _records([(base + at, data[at:part_end])], True)
-                    except ValueError:
+                    records = []
+                    place = at + 24
+                    while place < part_end and place <= fits + 24:
+                        n, back = envelope(data, place)
+                        record_end = place + 8 + n
+                        if back != place - at or not n or record_end > part_end:
+                            break
+                        records.append((base + place, data[place + 8 : record_end]))
+                        place = record_end
+                    if place != part_end:
                         break
                 broken = False
                 yield new(

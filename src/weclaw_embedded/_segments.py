@@ -170,6 +170,10 @@ class Segments:
         """Where a slot begins in the file."""
         return HEADER_BYTES + (slot << self.bits)
 
+    def slot_of(self, segment: int) -> int:
+        """The slot of a segment that `segments` named."""
+        return self._slot_of[segment]
+
     def limit(self, segment: int) -> int:
         """The offset at which no part of the segment can go on."""
         return ((segment + 1) << self.bits) - SLOT_BYTES

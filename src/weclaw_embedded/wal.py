@@ -38,6 +38,7 @@ from ._format import (
     FIRST,
     HEAD_RECORD_AT,
     HEADER_BYTES,
+    HEADER_COPY_BYTES,
     LAST_PART,
     MAX_FRAME_BYTES,
     MAX_OFFSET,
@@ -166,7 +167,7 @@ class Log(Reading):
         )
         block = pack_header(header)
         for at in (0, HEADER_BYTES // 2):
-            _files.write_at(self.fd, [block[at : at + 128]], at)
+            _files.write_at(self.fd, [block[at : at + HEADER_COPY_BYTES]], at)
             _files.sync_data(self.fd)
         self.header = header
         return header
@@ -255,8 +256,12 @@ class Log(Reading):
                 worth_it = room > self.segment_bytes >> 4 or payload + PART_BYTES > whole_room
                 if not worth_it or room < _SMALLEST_CUT:
                     self._begin_segment(time_us, spare)
-            layout = _Layout(self, policy, time_us, flags, spare)
-            offsets = layout.place(records, lengths)
+            if payload + PART_BYTES <= self._limit - self._end and payload <= _JOIN_BYTES:
+                offsets = self._append_one_part(records, lengths, policy, time_us, flags)
+            else:
+                layout = _Layout(self, policy, time_us, flags, spare)
+                offsets = layout.place(records, lengths)
+                self._last_pending = layout.first
         except BaseException:
             n_runs, n_buffers, n_begun, places, buffers = before
             del self._runs[n_runs:]
@@ -265,9 +270,39 @@ class Log(Reading):
             self._buffers = buffers
             self._run_at, self._end, self._limit, self._salt, self._checkpoint = places
             raise
-        self._last_pending = layout.first
         if flags & CHECKPOINT_FRAME:
             self._checkpoint = offsets[0]
+        return offsets
+
+    def _append_one_part(
+        self,
+        records: Sequence[Record],
+        lengths: Sequence[int],
+        policy: int,
+        time_us: int,
+        flags: int,
+    ) -> list[int]:
+        """Lay out a frame that fits here: all its bytes joined, one checksum."""
+        offset = self._end
+        commit = (
+            max(self.state.words[COMMIT], offset) if flags & VOUCH else self.state.words[COMMIT]
+        )
+        n = sum(lengths) + ENVELOPE_BYTES * len(lengths)
+        pieces: list[_files.Bytes] = [
+            PART.pack(0, n, commit << 8 | flags | policy << POLICY_SHIFT | WHOLE, time_us)[4:]
+        ]
+        pack = ENVELOPE.pack
+        offsets = []
+        at = PART_BYTES
+        for record, length in zip(records, lengths, strict=True):
+            offsets.append(offset + at)
+            pieces += (pack(length, at), *record)
+            at += ENVELOPE_BYTES + length
+        part = b"".join(pieces)
+        crc = crc32(part, (self._salt + offset) & _MASK)
+        self._buffers += (crc.to_bytes(4, "little"), part)
+        self._end = offset + at
+        self._last_pending = (offset, crc)
         return offsets
 
     def _begin_segment(self, time_us: int, spare: bool) -> None:
