@@ -20,6 +20,7 @@ the bytes it is given warrant, and does not know at which offset they stood.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
@@ -50,6 +51,8 @@ CHECKPOINT: Final = 17
 CARRY: Final = 18
 CLEAN: Final = 19
 VOID: Final = 20
+OWNER: Final = 21
+DAMAGED: Final = 22
 SKIPPABLE: Final = 64  # types from here on may be passed over by a reader that does not know them
 
 CODEC_MSGPACK: Final = 0
@@ -90,6 +93,7 @@ NEVER: Final = 2**63 - 1  # the deadline of a lease that only its settling or a 
 FROM_QUEUE: Final = 1  # flag of a delivery: taken from the position queue, at the cursor
 KEY_HASH_BYTES: Final = 8
 NO_KEY: Final = bytes(KEY_HASH_BYTES)
+GROUP_BIT: Final = 1 << 63
 
 PUT_HEAD: Final = struct.Struct("<BBHI")
 DELIVER_HEAD: Final = struct.Struct("<BBHIQQQ")
@@ -105,7 +109,7 @@ _META_TYPES: Final[dict[int, type]] = {
     META_ID: str,
     META_DUE_US: int,
     META_EXPIRY_US: int,
-    META_HEADERS: dict,
+    META_HEADERS: bytes,
     META_CODEC: str,
     META_SKEW_US: int,
     META_DELAY_US: int,
@@ -334,6 +338,19 @@ class Void(NamedTuple):
     offsets: list[int]
 
 
+class Owner(NamedTuple):
+    """The name of a consumer, for the failures of what it leases under this token."""
+
+    token: int
+    name: str
+
+
+class Damaged(NamedTuple):
+    """Messages whose bytes cannot be read, set aside; items are (offset, reason)."""
+
+    items: list[tuple[int, str]]
+
+
 class Unknown(NamedTuple):
     """A record of a later version that may be passed over."""
 
@@ -361,8 +378,32 @@ AnyRecord = (
     | Carry
     | Clean
     | Void
+    | Owner
+    | Damaged
     | Unknown
 )
+
+
+# Names as numbers
+
+
+def topic_id(name: str) -> int:
+    """Return the number a topic has unless another topic has it already; "default" is 0."""
+    if name == "default":
+        return 0
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") or 1
+
+
+def group_id(topic: str, group: str) -> int:
+    """Return the number of a group; its top bit is set, which no topic's is."""
+    digest = hashlib.blake2b(f"{topic}\0{group}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") | GROUP_BIT
+
+
+def key_hash(key: str) -> bytes:
+    """Return the eight bytes that stand for a key; never `NO_KEY`."""
+    digest = hashlib.blake2b(key.encode(), digest_size=KEY_HASH_BYTES).digest()
+    return digest if digest != NO_KEY else b"\1" * KEY_HASH_BYTES
 
 
 # Packing
@@ -374,7 +415,7 @@ def pack_meta(
     id: str | None = None,
     due_us: int | None = None,
     expiry_us: int | None = None,
-    headers: dict[str, Any] | None = None,
+    headers: bytes | None = None,
     codec: str | None = None,
     skew_us: int | None = None,
     delay_us: int | None = None,
@@ -534,6 +575,16 @@ def pack_clean() -> Record:
 def pack_void(offsets: Iterable[int]) -> Record:
     """Return a VOID."""
     return _pack(VOID, [list(offsets)])
+
+
+def pack_owner(token: int, name: str) -> Record:
+    """Return an OWNER."""
+    return _pack(OWNER, [token, name])
+
+
+def pack_damaged(items: Iterable[tuple[int, str]]) -> Record:
+    """Return a DAMAGED of (offset, reason)."""
+    return _pack(DAMAGED, [list(items)])
 
 
 def _pack(kind: int, fields: list[Any]) -> Record:
@@ -797,6 +848,16 @@ def _unpack_void(record: Readable) -> Void:
     return Void(_offsets(_fields(record, 1)[0]))
 
 
+def _unpack_owner(record: Readable) -> Owner:
+    token, name = _fields(record, 2)
+    return Owner(_u64(token), _text(name))
+
+
+def _unpack_damaged(record: Readable) -> Damaged:
+    items = _rows(_fields(record, 1)[0], 2)
+    return Damaged([(_u64(offset), _text(reason)) for offset, reason in items])
+
+
 _UNPACK: Final[dict[int, Callable[[Readable], AnyRecord]]] = {
     PUT: unpack_put,
     DELIVER: _unpack_deliver,
@@ -818,6 +879,8 @@ _UNPACK: Final[dict[int, Callable[[Readable], AnyRecord]]] = {
     CARRY: _unpack_carry,
     CLEAN: _unpack_clean,
     VOID: _unpack_void,
+    OWNER: _unpack_owner,
+    DAMAGED: _unpack_damaged,
 }
 
 

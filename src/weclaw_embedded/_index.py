@@ -1,0 +1,214 @@
+"""The index: LMDB, derived from the log and never the truth.
+
+One environment in a folder, opened without sync: a commit costs microseconds and survives the
+death of every process, not that of the machine.  Whether an index left behind may be believed is
+the store's to judge, before it is opened.
+
+All access of a process is serialised by its caller, and writers of all processes by the write
+lock; a transaction lives within one call of the store.  The map grows with no transaction open,
+early enough that it is never full in one.  Some room behind the last page is kept allocated, so
+that acks and gets go on when the disk is full.
+
+The parts: `_index_rows` is what is stored, `_index_state` the open transaction, `_index_change`,
+`_index_keep` and `_index_fold` what records do, `_index_ask` what may be asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+from typing import Final
+
+import lmdb
+
+from ._index_ask import Ask
+from ._index_fold import Fold, Frame
+from ._index_rows import GroupState, Location, Pick, Row, TopicState
+from ._index_state import IndexFullError
+
+__all__ = [
+    "Frame",
+    "GroupState",
+    "Index",
+    "IndexFullError",
+    "Location",
+    "Pick",
+    "Row",
+    "TopicState",
+    "Tx",
+]
+
+FILE_NAME: Final = "index.mdb"
+LOCK_NAME: Final = "index.mdb-lock"  # LMDB derives it from the other
+MAP_BYTES: Final = 16 * 2**30  # of address space, not of disk or memory
+MIN_MAP_BYTES: Final = 2**28  # where address space is short
+MAX_READERS: Final = 1024
+RESERVE_BYTES: Final = 256 * 2**10
+CHECK_EVERY: Final = 64  # commits between looks at the map and the reserve
+
+
+class Tx(Fold, Ask):
+    """One transaction, to read and to write; begun by `Index.write`."""
+
+    @property
+    def sequence(self) -> int:
+        """Changes with every commit that changed anything, by whichever process."""
+        return self._sequence
+
+    def commit(self, applied: int, last_crc: int) -> None:
+        """Make it so; `applied` is the next frame to apply, `last_crc` the checksum before it.
+
+        Raises:
+            IndexFullError: nothing of this transaction is in the index.
+        """
+        txn = self._txn
+        assert txn is not None, "no transaction is open"
+        try:
+            if self._flush(applied, last_crc):
+                txn.commit()
+                self._done(applied, last_crc)
+            else:
+                txn.abort()
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+        except BaseException:
+            self.abort()
+            raise
+        self._txn = self._seen = None
+
+
+class Index:
+    """One open index; made by `Index.open`.  Not for two threads at once."""
+
+    def __init__(self, env: lmdb.Environment, path: Path, reserve_fd: int) -> None:
+        self._env = env
+        self._path = path
+        self._reserve_fd = reserve_fd
+        self._tx = Tx()
+        self._map_bytes = env.info()["map_size"]
+        self._page_bytes = env.stat()["psize"]
+        self._begun = 0
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], *, create: bool, mode: int = 0o600) -> Index:
+        """Open the index in a folder, made there when missing if `create`.
+
+        One that was torn when the machine died can abort the process here: the caller knows
+        whether it may be opened.
+
+        Raises:
+            FileNotFoundError: there is none, and it was not to be created.
+            OSError: what is there is not an index of LMDB, or cannot be opened.
+        """
+        path = Path(directory) / FILE_NAME
+        if not create and not path.exists():
+            raise FileNotFoundError(errno.ENOENT, "no index", str(path))
+        env = _environment(path, create, mode)
+        try:
+            env.reader_check()
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except BaseException:
+            env.close()
+            raise
+        return cls(env, path, fd)
+
+    @staticmethod
+    def delete(directory: str | os.PathLike[str]) -> None:
+        """Delete the index in a folder, unopened; nobody may have it open."""
+        for name in (FILE_NAME, LOCK_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                (Path(directory) / name).unlink()
+
+    def write(self) -> Tx:
+        """Begin the transaction; the caller holds the write lock and no other of this process is.
+
+        The same object comes every time, armed anew.
+        """
+        tx = self._tx
+        assert not tx.open, "a transaction is open already"
+        if self._begun % CHECK_EVERY == 0 or tx._map_full:
+            self._make_room(grow=tx._map_full)
+            tx._map_full = False
+        self._begun += 1
+        try:
+            txn = self._env.begin(write=True)
+        except lmdb.MapResizedError:  # another process let the map grow
+            self._env.set_mapsize(0)
+            self._map_bytes = self._env.info()["map_size"]
+            txn = self._env.begin(write=True)
+        except lmdb.Error as error:
+            raise tx._failed(error) from error
+        try:
+            tx._arm(txn)
+        except BaseException:
+            tx.abort()
+            raise
+        return tx
+
+    def _make_room(self, *, grow: bool) -> None:
+        """See that neither the map nor, for a while, the disk can be full; no transaction is open."""
+        info = self._env.info()
+        self._map_bytes = info["map_size"]
+        used = (info["last_pgno"] + 1) * self._page_bytes
+        if grow or used > self._map_bytes // 2:
+            self._map_bytes *= 2
+            self._env.set_mapsize(self._map_bytes)
+        # Even a delete needs pages.  Without room the reserve is what is left of it.
+        with contextlib.suppress(OSError):
+            if os.fstat(self._reserve_fd).st_size < used + RESERVE_BYTES // 2:
+                os.posix_fallocate(self._reserve_fd, used, RESERVE_BYTES)
+
+    def sync(self) -> None:
+        """Have all of it on stable storage when this returns."""
+        self._env.sync(True)
+
+    def readers_checked(self) -> int:
+        """Clear the slots of dead readers; return how many there were."""
+        return self._env.reader_check()
+
+    def used_bytes(self) -> int:
+        """Return what the index takes on disk, the reserve not counted."""
+        return (self._env.info()["last_pgno"] + 1) * self._page_bytes
+
+    def close(self, *, sync: bool = False) -> None:
+        """Close it; an open transaction is taken back.
+
+        In a forked child this is safe for the parent; nothing may be synced there.
+        """
+        self._tx.abort()
+        try:
+            if sync:
+                self._env.sync(True)
+        finally:
+            os.close(self._reserve_fd)
+            self._env.close()
+
+
+def _environment(path: Path, create: bool, mode: int) -> lmdb.Environment:
+    map_bytes = MAP_BYTES
+    while True:
+        try:
+            return lmdb.open(
+                str(path),
+                map_size=map_bytes,
+                subdir=False,
+                create=create,
+                mode=mode,
+                sync=False,
+                metasync=False,
+                readahead=False,
+                meminit=False,
+                max_readers=MAX_READERS,
+            )
+        except (lmdb.MemoryError, MemoryError) as error:
+            map_bytes //= 4
+            if map_bytes < MIN_MAP_BYTES:
+                raise OSError(errno.ENOMEM, "no address space for the index", str(path)) from error
+        except lmdb.Error as error:
+            if getattr(error, "code", 0) == errno.ENOMEM and map_bytes // 4 >= MIN_MAP_BYTES:
+                map_bytes //= 4
+                continue
+            code = errno.ENOSPC if isinstance(error, lmdb.DiskError) else errno.EIO
+            raise OSError(code, f"the index could not be opened ({error})", str(path)) from error

@@ -1,0 +1,435 @@
+"""The fold: what each record of the log does to the index.
+
+`apply` is deterministic: the same records in the same order give the same answers, whenever and by
+whomever they are folded, in one transaction or in many.  What a record says of a message that is
+not known, because it was freed or damage took it, is passed over; what damage took between two
+records is made up for so that a message comes once more rather than never.
+
+Most records of a log are puts of plain messages, deliveries of the next one and acks.  `apply_many`
+folds these in one loop, keeping the leases that begin and end within it out of LMDB.
+
+Nothing here reads the clock or the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import lmdb
+
+from . import _records as rec
+from ._index_keep import Keep
+from ._index_notes import Notes
+from ._index_rows import (
+    CHUNK_ENTRIES,
+    LEASED,
+    RESULT,
+    ROW_FLAGS,
+    ROW_KEYED,
+    U64,
+    GroupState,
+    Row,
+    TopicState,
+    first_lease,
+    key_u64_u64,
+)
+from ._records import (
+    ACK,
+    ACK_HEAD,
+    DELIVER,
+    DELIVER_HEAD,
+    DELIVER_ITEM,
+    FROM_QUEUE,
+    GROUP_BIT,
+    LAPSED,
+    MAX_FAILURES,
+    META_DUE_US,
+    META_EXPIRY_US,
+    META_ID,
+    META_KEY,
+    NACK,
+    NO_KEY,
+    PRIORITIES,
+    PUT,
+    PUT_HEAD,
+    STATE_DEAD,
+    Failure,
+    Readable,
+    key_hash,
+    split_put,
+    unpack_meta,
+)
+
+Frame = tuple[int, int, int, int, int, list[tuple[int, Readable]]]
+
+Fresh = dict[int, dict[int, tuple[int, int, int]]]  # gid: offset: priority, owner, deadline
+
+_PUT_SIZE: Final = PUT_HEAD.size
+_ACK_SIZE: Final = ACK_HEAD.size
+_DELIVER_SIZE: Final = DELIVER_HEAD.size
+_NO_PRIORITY: Final = PRIORITIES << 4  # the second byte of a PUT from which on it is none
+_LAST_ENTRY: Final = CHUNK_ENTRIES - 1
+_NARROW: Final = 2**32 - 1
+_MAX_REJECTED: Final = 100
+
+
+class Fold(Keep, Notes):
+    """Applies records; `rejected` are those it could not read: (offset, reason)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rejected: list[tuple[int, str]] = []
+
+    def apply(self, offset: int, time_us: int, record: Readable) -> None:
+        """Fold one record that stands at an offset of the log.
+
+        Raises:
+            IndexFullError: the transaction is over, nothing of it is in the index.
+        """
+        try:
+            self._apply(offset, time_us, record)
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
+    def _apply(self, offset: int, time_us: int, record: Readable) -> None:
+        kind = record[0] if record else 0
+        if kind == PUT:
+            self._put_message(offset, time_us, record)
+        elif kind == DELIVER:
+            self._deliver(offset, time_us, record)
+        elif kind == ACK:
+            self._ack(offset, time_us, record)
+        else:
+            try:
+                said = rec.unpack(record)
+            except ValueError as error:
+                self._reject(offset, str(error))
+                return
+            fold = _FOLD.get(type(said))
+            if fold is not None:
+                fold(self, said, offset, time_us)
+
+    def _reject(self, offset: int, reason: str) -> None:
+        """Pass a record over: its checksum held, so the rest must flow all the same."""
+        if len(self.rejected) < _MAX_REJECTED:
+            self.rejected.append((offset, reason))
+
+    # Put
+
+    def _put_message(self, offset: int, time_us: int, record: Readable) -> None:
+        size = len(record)
+        if size < PUT_HEAD.size:
+            self._reject(offset, "a PUT that is too short")
+            return
+        _, packed, meta_size, tid = PUT_HEAD.unpack_from(record)
+        priority = packed >> 4
+        if priority >= PRIORITIES:
+            self._reject(offset, f"a PUT with priority {priority}")
+            return
+        meta: dict[int, Any] = {}
+        if meta_size:
+            try:
+                meta = unpack_meta(split_put(record)[0])
+            except ValueError as error:
+                self._reject(offset, str(error))
+                return
+        topic = self._topics.get(tid) or self._topic(tid)
+        topic.puts += 1
+        topic.put_bytes += size
+        self._changed_topics[tid] = topic
+        if not meta:
+            self._append(topic, priority, offset)
+            return
+        given = meta.get(META_ID)
+        if given is not None:
+            self._give_id(tid, given, offset, priority)
+        key = meta.get(META_KEY)
+        due_us: int = meta.get(META_DUE_US, 0)
+        expiry_us: int = meta.get(META_EXPIRY_US, 0)
+        if key is None and not due_us and not expiry_us:
+            self._append(topic, priority, offset)
+            return
+        if not topic.used >> priority & 1:
+            topic.use(priority)
+        keyhash = key_hash(key) if key is not None else NO_KEY
+        for group in (self.template(tid), *self.groups(tid)):
+            row = Row(
+                priority,
+                offset,
+                deadline=due_us,
+                expiry_us=expiry_us,
+                keyhash=keyhash,
+                size=min(size, 2**32 - 1),
+            )
+            self._enter(group, offset, row, time_us)
+
+    # Deliver
+
+    def _deliver(
+        self, offset: int, time_us: int, record: Readable, fresh: Fresh | None = None
+    ) -> None:
+        """Lease messages; the plain ones into `fresh` if given, which is written later."""
+        if len(record) < _DELIVER_SIZE:
+            self._reject(offset, "a DELIVER that is too short")
+            return
+        _, _, count, tid, gid, owner, deadline_ns = DELIVER_HEAD.unpack_from(record)
+        if len(record) != _DELIVER_SIZE + count * DELIVER_ITEM.size:
+            self._reject(offset, "a DELIVER that does not hold what it says")
+            return
+        group = self._groups.get(gid) or self._reader(tid, gid, offset, time_us)
+        if group is None:
+            self._reject(offset, f"a DELIVER to {gid}, which is no group")
+            return
+        topic = self._topics.get(group.tid) or self._topic(group.tid)
+        cursor, tails = group.cursor, topic.tails
+        leases: dict[int, tuple[int, int, int]] | None = None
+        if fresh is not None:
+            leases = fresh.get(gid)
+            if leases is None:
+                leases = fresh[gid] = {}
+        for message, flags in DELIVER_ITEM.iter_unpack(record[_DELIVER_SIZE:]):
+            priority = flags >> 4
+            if flags & FROM_QUEUE and priority < PRIORITIES:
+                index = cursor[priority]
+                if index < tails[priority] and self._entry(topic, priority, index) == message:
+                    cursor[priority] = index + 1
+                    group.n_leased += 1
+                    if leases is not None:
+                        leases[message] = (priority, owner, deadline_ns)
+                    else:
+                        self._put(
+                            key_u64_u64(LEASED, gid, message),
+                            first_lease(priority, message, owner, deadline_ns),
+                        )
+                    continue
+            if fresh is not None:
+                self._write_leases(fresh)
+                leases = None
+            self._deliver_other(group, topic, message, priority, owner, deadline_ns)
+        group.picks += count
+        if deadline_ns < group.next_deadline_ns:
+            group.next_deadline_ns = deadline_ns
+        self._changed_groups[gid] = group
+
+    def _reader(self, tid: int, gid: int, offset: int, time_us: int) -> GroupState | None:
+        """Return a group; one that damage took the record of is made again, without a name."""
+        group = self.group(gid)
+        if group is None and gid & GROUP_BIT:
+            group = self._make_group(tid, gid, "", 0, offset, time_us)
+            group.seeded = True  # the next checkpoint says what it counted
+        if group is None or group.is_template:
+            return None
+        return group
+
+    def _deliver_other(
+        self,
+        group: GroupState,
+        topic: TopicState,
+        offset: int,
+        priority: int,
+        owner: int,
+        deadline_ns: int,
+    ) -> None:
+        """Lease a message that is not the next of the queue."""
+        row = self.row(group.gid, offset)
+        if row is None:
+            if priority >= PRIORITIES or not self._consume(group, topic, priority, offset):
+                return
+            row = Row(priority, offset)
+        elif row.state == STATE_DEAD:
+            return
+        else:
+            self._unlink(group, offset, row)
+        row.owner = owner
+        row.deadline = deadline_ns
+        row.delivery += 1
+        self._lease(group, offset, row)
+
+    # Settling
+
+    def _ack(self, offset: int, time_us: int, record: Readable) -> None:
+        if len(record) < _ACK_SIZE:
+            self._reject(offset, "an ACK that is too short")
+            return
+        _, _, _, _, gid, message = ACK_HEAD.unpack_from(record)
+        group = self._groups.get(gid) or self.group(gid)
+        if group is None:
+            return
+        value = self._pop(key_u64_u64(LEASED, gid, message))
+        if value is not None:
+            group.n_leased -= 1
+            if value[ROW_FLAGS] & ROW_KEYED:
+                self._leave_key(group, Row.unpack(value), time_us)
+        elif not self._settle_unleased(group, message, time_us):
+            return
+        group.settled += 1
+        self._changed_groups[gid] = group
+        if len(record) > _ACK_SIZE:
+            self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
+
+    def _settle_unleased(self, group: GroupState, offset: int, time_us: int) -> bool:
+        """Take out a message whose delivery damage took; False if it is not there to be settled."""
+        row = self._take(group, offset)
+        if row is None:
+            return False
+        if row.keyed:
+            self._leave_key(group, row, time_us)
+        return True
+
+    def _take(self, group: GroupState, offset: int) -> Row | None:
+        """Take a message that is not dead from where it stands; its place behind its key stays."""
+        if group.is_template:
+            return None
+        row = self.row(group.gid, offset)
+        if row is not None:
+            if row.state == STATE_DEAD:
+                return None
+            self._unlink(group, offset, row)
+            return row
+        topic = self._topic(group.tid)
+        place = self._find(topic, offset)
+        if place is None or not self._consume(group, topic, place[0], offset):
+            return None
+        return Row(place[0], offset)
+
+    def _return(self, said: rec.Return, offset: int, time_us: int) -> None:
+        group = self.group(said.gid)
+        row = self._take(group, said.offset) if group is not None else None
+        if group is None or row is None:
+            return
+        if said.kind in (NACK, LAPSED) and said.retry > row.retry:
+            group.retries += 1
+        row.delivery, row.retry, row.crash = said.delivery, said.retry, said.crash
+        row.deadline = said.due_us
+        _tell(row, said.failure)
+        self._come_back(group, said.offset, row, time_us)
+
+    def _die(self, said: rec.Dead, offset: int, time_us: int) -> None:
+        group = self.group(said.gid)
+        row = self._take(group, said.offset) if group is not None else None
+        if group is None or row is None:
+            return
+        if row.keyed:
+            self._leave_key(group, row, time_us)
+        row.retry, row.crash = said.retry, said.crash
+        row.reason, row.died_us = said.reason, said.died_us
+        _tell(row, said.failure)
+        self._bury(group, said.offset, row)
+
+    def _extend(self, said: rec.Extend, offset: int, time_us: int) -> None:
+        group = self.group(said.gid)
+        key = key_u64_u64(LEASED, said.gid, said.offset)
+        value = self._get(key)
+        if group is None or value is None:
+            return
+        row = Row.unpack(value)
+        row.deadline = said.deadline_ns
+        if row.deadline < group.next_deadline_ns:
+            group.next_deadline_ns = row.deadline
+        self._put(key, row.pack())
+        self._changed_groups[said.gid] = group
+
+    # Many at once
+
+    def apply_many(self, frames: Iterable[Frame]) -> int:
+        """Fold all records of frames in order; return the end of the last one, 0 if none.
+
+        Raises:
+            IndexFullError: the transaction is over, nothing of it is in the index.
+        """
+        try:
+            return self._apply_many(frames)
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
+    def _apply_many(self, frames: Iterable[Frame]) -> int:
+        # One loop, because a call a record would cost a third of it.  Leases stay in `fresh`
+        # until a record comes that may look for them elsewhere, or the end.
+        end = 0
+        unpack_put = PUT_HEAD.unpack_from
+        unpack_ack = ACK_HEAD.unpack_from
+        fresh: Fresh = {}
+        tid = priority = -1
+        for _, end, time_us, _, _, records in frames:
+            for offset, record in records:
+                kind = record[0] if record else 0
+                if kind == PUT and len(record) >= _PUT_SIZE:
+                    _, packed, meta_size, put_tid = unpack_put(record)
+                    if not meta_size and packed < _NO_PRIORITY:
+                        if put_tid != tid or packed >> 4 != priority:
+                            tid, priority = put_tid, packed >> 4
+                            topic = self._topic(tid)
+                            tails, bit = topic.tails, 1 << priority
+                            chunk = self._tail(topic, priority)
+                            self._changed_topics[tid] = topic
+                            topic.changed |= bit
+                        topic.puts += 1
+                        topic.put_bytes += len(record)
+                        deltas = chunk.deltas
+                        distance = offset - chunk.base
+                        if 0 < len(deltas) < _LAST_ENTRY and distance <= _NARROW:
+                            deltas.append(distance)
+                            tails[priority] += 1
+                        else:
+                            self._append(topic, priority, offset)
+                            chunk = self._tail(topic, priority)
+                            topic.changed |= bit
+                        continue
+                elif kind == DELIVER:
+                    self._deliver(offset, time_us, record, fresh)
+                    continue
+                elif kind == ACK and len(record) >= _ACK_SIZE:
+                    _, _, _, _, gid, message = unpack_ack(record)
+                    leases = fresh.get(gid)
+                    if leases is not None and leases.pop(message, None) is not None:
+                        group = self._groups[gid]
+                        group.n_leased -= 1
+                        group.settled += 1
+                        if len(record) > _ACK_SIZE:
+                            self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
+                        continue
+                if kind != PUT and kind != ACK:
+                    self._write_leases(fresh)
+                self._apply(offset, time_us, record)
+                tid = -1  # it may have begun another chunk
+        self._write_leases(fresh)
+        return end
+
+    def _write_leases(self, fresh: Fresh) -> None:
+        """Write the leases that were kept out of LMDB."""
+        for gid, leases in fresh.items():
+            for message, (priority, owner, deadline_ns) in leases.items():
+                self._put(
+                    key_u64_u64(LEASED, gid, message),
+                    first_lease(priority, message, owner, deadline_ns),
+                )
+        fresh.clear()
+
+
+def _tell(row: Row, failure: Failure | None) -> None:
+    if failure is not None:
+        row.failures.append(failure)
+        del row.failures[:-MAX_FAILURES]
+
+
+_FOLD: Final[dict[type, Callable[[Any, Any, int, int], None]]] = {
+    rec.Return: Fold._return,
+    rec.Dead: Fold._die,
+    rec.Extend: Fold._extend,
+    rec.Redrive: Fold._redrive,
+    rec.Cancel: Fold._cancel_all,
+    rec.Purge: Fold._purge,
+    rec.PurgeDead: Fold._purge_dead,
+    rec.Topic: Fold._name_topic,
+    rec.Group: Fold._begin_group,
+    rec.GroupDrop: Fold._drop_group,
+    rec.Pause: Fold._pause,
+    rec.Replay: Fold._replay,
+    rec.Option: Fold._option,
+    rec.Checkpoint: Fold._checkpoint,
+    rec.Carry: Fold._carry,
+    rec.Void: Fold._void,
+    rec.Owner: Fold._name_owner,
+    rec.Damaged: Fold._set_aside,
+}

@@ -1,0 +1,501 @@
+"""What reclaim needs: what is live, what must be said again further on, what may be forgotten.
+
+A log begins at its head and everything before is gone.  All records that speak of a message follow
+its PUT, so that what is kept tells all of the messages that are kept.  Three things are told again:
+
+- CHECKPOINT says what is not a message: topics, groups, settings.  Of these only those that a
+  rebuild knows from a checkpoint alone (`seed`) take their counters from the next one met; to an
+  index that folded everything it says nothing new.
+- CARRY says all of one live message, and where it stands in every group.  From there on it lives
+  in rows: the queues skip it, and its location is that of the CARRY.
+- What is neither kept nor carried is forgotten by `drop_below`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ._index_change import Change
+from ._index_rows import (
+    ALONE,
+    CANCELLED,
+    CARRIED,
+    CHUNK_ENTRIES,
+    DEAD,
+    ID,
+    ID_OF,
+    ID_ROW,
+    KEY,
+    LEASED,
+    MOVED,
+    MOVED_ROW,
+    MOVED_TO,
+    OTHER,
+    PURGED,
+    QUEUE,
+    RESULT,
+    SKIP,
+    U32,
+    U64,
+    GroupState,
+    Location,
+    Row,
+    TopicState,
+    id_hash,
+    key_key,
+    key_queue,
+    key_ranked,
+    key_tid_u64,
+    key_u64,
+    key_u64_u64,
+    name_key,
+)
+from ._records import (
+    META_ID,
+    META_KEY,
+    PRIORITIES,
+    STATE_DEAD,
+    STATE_LEASED,
+    STATE_READY,
+    CarriedRow,
+    Carry,
+    Checkpoint,
+    CheckpointGroup,
+    CheckpointTopic,
+    key_hash,
+    unpack_put,
+)
+
+
+class Keep(Change):
+    """Says, folds and forgets what reclaim moves."""
+
+    # Checkpoints
+
+    def checkpoint_state(self) -> Checkpoint:
+        """Return what is not a message and must outlive the segments it was said in.
+
+        Everything appended so far must be applied: the record that says it must be the next one.
+        """
+        topics = self.topics()
+        return Checkpoint(
+            [CheckpointTopic(t.tid, t.name, t.puts, t.put_bytes) for t in topics],
+            [self._checkpoint_group(group) for group in self.groups()],
+            self.options,
+            [
+                (U64.unpack(key[1:9])[0], key[9], U64.unpack(key[10:])[0], U64.unpack(value)[0])
+                for key, value in self._scan(PURGED)
+                if key[9] != ALONE
+            ],
+        )
+
+    def _checkpoint_group(self, group: GroupState) -> CheckpointGroup:
+        topic = self._topic(group.tid)
+        cursors = [0] * PRIORITIES
+        for priority in topic.order:
+            cursor, tail = group.cursor[priority], topic.tails[priority]
+            if cursor < tail:
+                cursors[priority] = self._entry(topic, priority, cursor)
+            elif topic.firsts[priority] < tail:
+                cursors[priority] = self._entry(topic, priority, tail - 1) + 1
+        return CheckpointGroup(
+            group.tid,
+            group.gid,
+            group.name,
+            group.start,
+            group.created,
+            cursors,
+            group.settled,
+            group.retries,
+            group.picks,
+            group.paused_until_us,
+            group.pause_reason,
+        )
+
+    def seed(self, checkpoint: Checkpoint, head: int) -> None:
+        """Begin an empty index with what a checkpoint knows from before the log's head.
+
+        Groups made at or after the head are left to their own records.
+        """
+        for topic in checkpoint.topics:
+            self._known_topic(topic).seeded = True
+        for said in checkpoint.groups:
+            if said.created < head and self.group(said.gid) is None:
+                group = self._make_group(said.tid, said.gid, said.name, said.start, said.created, 0)
+                group.seeded = True
+
+    def _known_topic(self, said: CheckpointTopic) -> TopicState:
+        topic = self._topic(said.tid)
+        if not topic.name and said.name:
+            topic.name = said.name
+            self._put(name_key(said.name), U32.pack(said.tid))
+            self._reshape()
+        self._changed_topics[said.tid] = topic
+        return topic
+
+    def _checkpoint(self, said: Checkpoint, offset: int, time_us: int) -> None:
+        for told in said.topics:
+            new = self.topic_by_id(told.tid) is None
+            topic = self._known_topic(told)
+            if new or topic.seeded:
+                topic.seeded = False
+                topic.puts, topic.put_bytes = told.puts, told.put_bytes
+        for row in said.groups:
+            self._checkpoint_met(row, time_us)
+        if said.options != self.options:
+            self._set_options(said.options)
+        for gid, priority, start, end in said.purged:
+            key = key_ranked(PURGED, gid, priority, start)
+            if self.group(gid) is not None and self._get(key) is None:
+                self._put(key, U64.pack(end))
+
+    def _checkpoint_met(self, said: CheckpointGroup, time_us: int) -> None:
+        group = self.group(said.gid)
+        if group is None:
+            topic = self._topic(said.tid)
+            group = self._make_group(
+                said.tid, said.gid, said.name, said.start, said.created, time_us
+            )
+            group.seeded = True
+            for priority in topic.order:
+                index = self._index_of(topic, priority, said.cursors[priority])
+                group.cursor[priority] = max(group.cursor[priority], index)
+            group.skipped = self._skipped_ahead(group, topic)
+        if not group.name:
+            group.name = said.name
+            self._reshape()
+        if group.seeded:
+            group.seeded = False
+            group.start, group.created = said.start, said.created
+            group.settled, group.retries, group.picks = said.settled, said.retries, said.picks
+            group.paused_until_us, group.pause_reason = said.paused_until_us, said.pause_reason
+        self.touch(group)
+
+    # Carried messages
+
+    def _owners(self, tid: int) -> list[GroupState]:
+        """Return those a message must be kept for: the groups, or the template where none is."""
+        return self.groups(tid) or [self.template(tid)]
+
+    def carried_state(
+        self,
+        offset: int,
+        *,
+        put: bytes,
+        salt: int,
+        time_us: int,
+        result: Callable[[int, int], bytes],
+    ) -> Carry:
+        """Return all of one message, to be said again at the end of the log.
+
+        Args:
+            put: the bytes of its PUT.
+            salt: that of the segment the PUT was written in.
+            time_us: that of the frame the PUT was written in.
+            result: gives the packed result of (gid, location), the location as from `result_at`.
+        """
+        said = unpack_put(put)
+        topic = self._topic(said.tid)
+        place = self._find(topic, offset)
+        skipped = self._skips(topic, offset)
+        rows: list[CarriedRow] = []
+        results: list[tuple[int, bytes]] = []
+        for group in self._owners(said.tid):
+            row = self.row(group.gid, offset)
+            if row is None and place is not None and not skipped:
+                if group.cursor[place[0]] <= place[1]:
+                    row = Row(said.priority, offset, size=len(put))
+                    row.state = STATE_READY
+            if row is not None:
+                rows.append(_carried_row(group.gid, row))
+            location = self.result_at(group.gid, offset)
+            if location is not None:
+                results.append((group.gid, result(group.gid, location)))
+        return Carry(offset, salt, time_us, put, rows, results)
+
+    def _carry(self, said: Carry, offset: int, time_us: int) -> None:
+        put = unpack_put(said.put)
+        message = said.offset
+        topic = self._topic(put.tid)
+        if not topic.used >> put.priority & 1:
+            topic.use(put.priority)
+        self._changed_topics[put.tid] = topic
+        place = self._find(topic, message)
+        skipped = self._skips(topic, message)
+        for group in (self.template(put.tid), *self.groups(put.tid)):
+            row = self.row(group.gid, message)
+            if row is not None:
+                self._unlink(group, message, row)
+                if row.keyed and row.state != STATE_DEAD:
+                    self._delete(key_key(KEY, group.gid, row.keyhash, row.order))
+            elif place is not None and not skipped and group.cursor[place[0]] <= place[1]:
+                group.skipped += 1
+                self._changed_groups[group.gid] = group
+        if place is not None and not skipped:
+            key = key_tid_u64(SKIP, put.tid, message)
+            self._put(key, bytes((put.priority, CARRIED)))
+        key_name = put.meta.get(META_KEY)
+        keyhash = key_hash(key_name) if key_name is not None else None
+        for told in said.rows:
+            owner = self.group(told.gid)
+            if owner is None:
+                if not told.gid >> 63:
+                    continue
+                owner = self._make_group(put.tid, told.gid, "", 0, offset, time_us)
+            row = _told_row(told, put.priority, len(said.put), keyhash)
+            self._settle_in(owner, message, row, told.state, time_us)
+        for gid, _ in said.results:
+            if self.group(gid) is not None:
+                self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
+        self._move(said, put.tid, put.priority, offset)
+        given = put.meta.get(META_ID)
+        if given is not None:
+            self._give_id(put.tid, given, message, put.priority)
+
+    def _give_id(self, tid: int, given: str, offset: int, priority: int) -> None:
+        """Let a message be found by the id its caller gave it."""
+        name = U32.pack(tid) + id_hash(given)
+        self._put(ID + name, ID_ROW.pack(offset, priority))
+        self._put(key_u64(ID_OF, offset), name)
+
+    def _settle_in(self, group: GroupState, offset: int, row: Row, state: int, now_us: int) -> None:
+        """Give a carried message the row it had."""
+        if state == STATE_DEAD:
+            self._bury(group, offset, row)
+        elif state == STATE_LEASED:
+            if row.keyed:
+                self._join_key(group, offset, row, leased=True)
+            self._lease(group, offset, row)
+        else:
+            self._enter(group, offset, row, now_us)
+
+    def _move(self, said: Carry, tid: int, priority: int, location: int) -> None:
+        key = key_u64(MOVED, said.offset)
+        old = self._get(key)
+        if old is not None:
+            self._delete(key_u64(MOVED_TO, MOVED_ROW.unpack(old)[0]))
+        self._put(key, MOVED_ROW.pack(location, said.salt, said.time_us, tid, priority))
+        self._put(key_u64(MOVED_TO, location), U64.pack(said.offset))
+
+    def location(self, offset: int) -> Location | None:
+        """Return where a message that was carried stands; None: where it was put."""
+        value = self._get(key_u64(MOVED, offset))
+        return Location(*MOVED_ROW.unpack(value)) if value is not None else None
+
+    def result_at(self, gid: int, offset: int) -> int | None:
+        """Return the offset of the ACK or CARRY that holds the result of a message."""
+        value = self._get(key_u64_u64(RESULT, gid, offset))
+        return U64.unpack(value)[0] if value is not None else None
+
+    # What is live
+
+    def live_in(self, start: int, end: int, limit: int = 2**31) -> list[int]:
+        """Return messages whose bytes stand in [start, end) and that some group still needs.
+
+        In a topic that nobody reads the template is who needs them.  At most `limit` of them, in
+        ascending order, those that were carried there first.
+        """
+        live = [message for message in self._carried_in(start, end) if self._needed(message)]
+        found: set[int] = set()
+        for topic in self.topics():
+            owners = self._owners(topic.tid)
+            for group in owners:
+                for kind in (LEASED, OTHER, DEAD):
+                    prefix = kind + U64.pack(group.gid)
+                    for key, _ in self._scan(
+                        prefix, prefix + U64.pack(start), prefix + U64.pack(end)
+                    ):
+                        message = U64.unpack(key[9:])[0]
+                        if self._get(key_u64(MOVED, message)) is None:
+                            found.add(message)
+                        if len(found) >= limit:
+                            break
+            for message in self._unread(topic, owners, start, end):
+                found.add(message)
+                if len(found) >= limit:
+                    break
+        return (live + sorted(found))[:limit]
+
+    def _carried_in(self, start: int, end: int) -> list[int]:
+        rows = self._scan(MOVED_TO, key_u64(MOVED_TO, start), key_u64(MOVED_TO, end))
+        return [U64.unpack(value)[0] for _, value in rows]
+
+    def _needed(self, offset: int) -> bool:
+        """Whether a message that was carried has a row in a group that counts."""
+        location = self.location(offset)
+        assert location is not None
+        return any(self.row(group.gid, offset) for group in self._owners(location.tid))
+
+    def _unread(
+        self, topic: TopicState, owners: list[GroupState], start: int, end: int
+    ) -> Iterator[int]:
+        """Yield what stands in the queues in [start, end) and some group has not come to."""
+        skips = any(group.skipped for group in owners)
+        for priority in topic.order:
+            low = max(
+                self._index_of(topic, priority, start),
+                min(group.cursor[priority] for group in owners),
+            )
+            for index in range(low, self._index_of(topic, priority, end)):
+                offset = self._entry(topic, priority, index)
+                if not (skips and self._skips(topic, offset)):
+                    yield offset
+
+    # What may be forgotten
+
+    def drop_below(self, offset: int, limit: int = 10_000) -> bool:
+        """Forget what stood below an offset and was not carried; True when nothing is left to do.
+
+        Takes about `limit` rows at a time, so that no one waits long for it.
+        """
+        left = limit
+        for topic in self.topics():
+            left -= self._drop_queues(topic, offset)
+            if left > 0 and self.groups(topic.tid):
+                left -= self._drop_template(topic, offset, left)
+            left -= self._drop_skips(topic.tid, offset, left)
+        left -= self._drop_moved(offset, left)
+        left -= self._drop_ids(offset, left)
+        for group in self.groups():
+            left -= self._drop_results(group.gid, offset, left)
+            left -= self._drop_purged(group.gid, offset, left)
+        self._touched = True
+        return left > 0
+
+    def _drop_queues(self, topic: TopicState, offset: int) -> int:
+        """Forget the entries of the queues below an offset; return how many chunks went."""
+        firsts = {
+            priority: index
+            for priority in topic.order
+            if (index := self._index_of(topic, priority, offset)) > topic.firsts[priority]
+        }
+        if not firsts:
+            return 0
+        skips: dict[int, list[int]] = {priority: [] for priority in firsts}
+        prefix = SKIP + U32.pack(topic.tid)
+        for key, value in self._scan(prefix, None, prefix + U64.pack(offset)):
+            if value[0] in skips:
+                place = self._index_of(topic, value[0], U64.unpack(key[5:])[0])
+                if place < firsts[value[0]]:
+                    skips[value[0]].append(place)
+        for group in (self.template(topic.tid), *self.groups(topic.tid)):
+            for priority, first in firsts.items():
+                cursor = group.cursor[priority]
+                if cursor < first:
+                    group.skipped -= sum(cursor <= place for place in skips[priority])
+                    group.cursor[priority] = first
+                    self._changed_groups[group.gid] = group
+        gone = 0
+        for priority, first in firsts.items():
+            for number in range(topic.firsts[priority] // CHUNK_ENTRIES, first // CHUNK_ENTRIES):
+                self._delete(key_queue(QUEUE, topic.tid, priority, number))
+                self._chunks.pop((topic.tid, priority, number), None)
+                gone += 1
+            topic.firsts[priority] = first
+        self._changed_topics[topic.tid] = topic
+        return gone
+
+    def _drop_template(self, topic: TopicState, offset: int, limit: int) -> int:
+        """A new group of a topic that has groups gets what is kept, and not what was."""
+        template = self.template(topic.tid)
+        prefix = OTHER + U64.pack(topic.tid)
+        gone = 0
+        for key, value in self._scan(prefix, None, prefix + U64.pack(offset)):
+            if gone >= limit:
+                break
+            self._remove(template, U64.unpack(key[9:])[0], Row.unpack(value), 0)
+            gone += 1
+        return gone
+
+    def _drop_skips(self, tid: int, offset: int, limit: int) -> int:
+        prefix = SKIP + U32.pack(tid)
+        gone = 0
+        for key, value in self._scan(prefix, None, prefix + U64.pack(offset)):
+            if gone >= limit:
+                break
+            # That a carried message was cancelled stays known as long as the message.
+            if value[1] != CANCELLED or self._get(MOVED + key[5:]) is None:
+                self._delete(key)
+                gone += 1
+        return gone
+
+    def _drop_moved(self, offset: int, limit: int) -> int:
+        """Forget the carried messages whose CARRY stood below an offset."""
+        gone = 0
+        for key, value in self._scan(MOVED_TO, None, key_u64(MOVED_TO, offset)):
+            if gone >= limit:
+                break
+            self._delete(key)
+            message = U64.unpack(value)[0]
+            where = self.location(message)
+            assert where is not None
+            self._delete(key_u64(MOVED, message))
+            self._delete(key_tid_u64(SKIP, where.tid, message))
+            self._free_id(message)
+            for group in self.groups(where.tid):
+                self._delete(key_u64_u64(RESULT, group.gid, message))
+            gone += 1
+        return gone
+
+    def _drop_ids(self, offset: int, limit: int) -> int:
+        gone = 0
+        for key, _ in self._scan(ID_OF, None, key_u64(ID_OF, offset)):
+            if gone >= limit:
+                break
+            message = U64.unpack(key[1:])[0]
+            if self._get(key_u64(MOVED, message)) is None:
+                self._free_id(message)
+                gone += 1
+        return gone
+
+    def _drop_results(self, gid: int, offset: int, limit: int) -> int:
+        prefix = RESULT + U64.pack(gid)
+        gone = 0
+        for key, _ in self._scan(prefix, None, prefix + U64.pack(offset)):
+            if gone >= limit:
+                break
+            if self._get(MOVED + key[9:]) is None:
+                self._delete(key)
+                gone += 1
+        return gone
+
+    def _drop_purged(self, gid: int, offset: int, limit: int) -> int:
+        gone = 0
+        for key, value in self._scan(PURGED + U64.pack(gid)):
+            if gone >= limit:
+                break
+            end = U64.unpack(value)[0] if value else U64.unpack(key[10:])[0] + 1
+            if end <= offset and (value or self._get(MOVED + key[10:]) is None):
+                self._delete(key)
+                gone += 1
+        return gone
+
+
+def _carried_row(gid: int, row: Row) -> CarriedRow:
+    return CarriedRow(
+        gid,
+        row.state,
+        row.owner,
+        row.deadline,
+        row.order,
+        row.expiry_us,
+        row.delivery,
+        row.retry,
+        row.crash,
+        row.redrive,
+        row.failures,
+        row.reason,
+        row.died_us,
+    )
+
+
+def _told_row(told: CarriedRow, priority: int, size: int, keyhash: bytes | None) -> Row:
+    row = Row(priority, told.order, deadline=told.deadline, expiry_us=told.expiry_us, size=size)
+    if keyhash is not None:
+        row.keyhash = keyhash
+    row.owner = told.owner
+    row.delivery, row.retry = told.delivery, told.retry
+    row.crash, row.redrive = told.crash, told.redrive
+    row.failures = list(told.failures)
+    row.reason, row.died_us = told.reason, told.died_us
+    return row

@@ -1,0 +1,619 @@
+"""The open transaction: topics, groups, queues and rows as the index has them now.
+
+One `State` lives as long as its index and is armed anew for each transaction, so that topics,
+groups and the chunks at the ends of queues stay in memory between them.  They are trusted only if
+the sequence number in the head row is the one this process committed last; otherwise another
+process has written and they are read again when needed.  Chunks that are full never change.
+
+Topics, groups and queue ends are written at commit and not before, so that folding a thousand
+records writes each of them once.
+
+Moving a message keeps these true in every group:
+- it has one row, in LEASED, OTHER or DEAD, or none: then it is in the queue or done;
+- of one key at most one message is leased, ready or waiting, the first in order unless the first
+  came back (replay) while another was leased; all others are parked;
+- the counters of the group say how many rows there are of each kind.
+
+It does not know records; that is the fold's.
+"""
+
+from __future__ import annotations
+
+import errno
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Final
+
+import lmdb
+import msgpack
+
+from ._index_rows import (
+    BACK,
+    CHUNK_ENTRIES,
+    DEAD,
+    EXPIRY,
+    GROUP,
+    GROUP_TID,
+    HEAD,
+    HEAD_ROW,
+    KEY,
+    LEASED,
+    META,
+    OTHER,
+    QUEUE,
+    SKIP,
+    SUSPECT,
+    TOPIC,
+    U32,
+    U64,
+    WAIT,
+    Chunk,
+    GroupState,
+    Row,
+    TopicState,
+    key_key,
+    key_queue,
+    key_ranked,
+    key_tid_u64,
+    key_u32,
+    key_u64,
+    key_u64_u64,
+    name_key,
+)
+from ._records import (
+    STATE_DEAD,
+    STATE_LEASED,
+    STATE_PARKED,
+    STATE_READY,
+    STATE_SUSPECT,
+    STATE_WAITING,
+)
+
+_MAX_CHUNKS: Final = 64  # full chunks kept in memory, 4 KiB each
+_BATCH: Final = 512  # rows read at a time by a long scan
+
+
+class IndexFullError(OSError):
+    """The index could not be written, most likely for want of space on the disk.
+
+    Nothing of the transaction is in it, and the transaction is over.  The log has what it has: its
+    records are applied again when there is room.
+    """
+
+
+class State:
+    """Topics, groups, queues and rows within one transaction."""
+
+    def __init__(self) -> None:
+        self._txn: lmdb.Transaction[bytes] | None = None
+        self._seen: lmdb.Cursor[bytes] | None = None
+        self._topics: dict[int, TopicState] = {}
+        self._groups: dict[int, GroupState] = {}
+        self._chunks: dict[tuple[int, int, int], Chunk] = {}
+        self._readers: dict[int, list[int]] | None = None
+        self._changed_topics: dict[int, TopicState] = {}
+        self._changed_groups: dict[int, GroupState] = {}
+        self._meta: dict[str, object] | None = None
+        self._touched = False
+        self._map_full = False
+        self._known_sequence = -1
+        self._known_shape = -1
+        self._sequence = 0
+        self._shape = 0
+        self.applied = 0
+        self.last_crc = 0
+
+    # The transaction
+
+    @property
+    def open(self) -> bool:
+        """Whether a transaction is open."""
+        return self._txn is not None
+
+    def abort(self) -> None:
+        """Take back all of it; what is known in memory is read again."""
+        txn = self._txn
+        if txn is not None:
+            self._txn = self._seen = None
+            self._forget()
+            self._chunks.clear()
+            txn.abort()
+
+    def _failed(self, error: lmdb.Error) -> IndexFullError:
+        """Give the transaction up after an error of LMDB; return what to raise."""
+        self.abort()
+        if isinstance(error, lmdb.MapFullError):
+            self._map_full = True  # the next transaction begins with a larger one
+        code = errno.EIO if isinstance(error, lmdb.PanicError) else errno.ENOSPC
+        return IndexFullError(
+            code, f"the index could not be written ({error}); it follows when there is room"
+        )
+
+    def _arm(self, txn: lmdb.Transaction[bytes]) -> None:
+        self._txn = txn
+        self._get = txn.get
+        self._put = txn.put
+        self._pop = txn.pop
+        self._delete = txn.delete
+        head = txn.get(HEAD)
+        if head is None:
+            self.applied = self.last_crc = self._sequence = self._shape = 0
+            self._forget()
+            return
+        self.applied, self.last_crc, self._sequence, self._shape = HEAD_ROW.unpack(head)
+        if self._sequence != self._known_sequence:
+            self._forget()
+        if self._shape != self._known_shape:
+            self._readers = None
+            self._known_shape = self._shape
+
+    def _forget(self) -> None:
+        """Drop what is known of the index, full chunks excepted."""
+        self._topics.clear()
+        self._groups.clear()
+        self._changed_topics.clear()
+        self._changed_groups.clear()
+        self._readers = None
+        self._meta = None
+        self._touched = False
+        self._known_sequence = -1
+        self._known_shape = -1
+
+    def _flush(self, applied: int, last_crc: int) -> bool:
+        """Write what changed; return whether anything did."""
+        if not (
+            self._changed_groups
+            or self._changed_topics
+            or self._touched
+            or applied != self.applied
+            or last_crc != self.last_crc
+        ):
+            return False
+        put = self._put
+        for topic in self._changed_topics.values():
+            tid = topic.tid
+            bits = topic.changed
+            priority = 0
+            while bits:
+                if bits & 1:
+                    chunk = topic.tail[priority]
+                    if chunk is not None and chunk.deltas:
+                        number = topic.tails[priority] // CHUNK_ENTRIES
+                        put(key_queue(QUEUE, tid, priority, number), chunk.pack())
+                bits >>= 1
+                priority += 1
+            topic.changed = 0
+            put(key_u32(TOPIC, tid), topic.pack())
+        for group in self._changed_groups.values():
+            put(key_u64(GROUP, group.gid), group.pack())
+        self._sequence += 1
+        put(HEAD, HEAD_ROW.pack(applied, last_crc, self._sequence, self._shape))
+        return True
+
+    def _done(self, applied: int, last_crc: int) -> None:
+        """What was written is in: what is in memory is what the index has."""
+        self._changed_topics.clear()
+        self._changed_groups.clear()
+        self._touched = False
+        self._known_sequence = self._sequence
+        self._known_shape = self._shape
+        self.applied = applied
+        self.last_crc = last_crc
+
+    # What the store remembers
+
+    @property
+    def meta(self) -> dict[str, object]:
+        """What the store remembers of this index; set it whole."""
+        if self._meta is None:
+            value = self._get(META)
+            self._meta = msgpack.unpackb(value) if value is not None else {}
+        return self._meta
+
+    @meta.setter
+    def meta(self, values: dict[str, object]) -> None:
+        self._meta = values
+        self._touched = True
+        self._put(META, msgpack.packb(values))
+
+    # Rows of LMDB
+
+    def _cursor(self) -> lmdb.Cursor[bytes]:
+        if self._seen is None:
+            assert self._txn is not None
+            self._seen = self._txn.cursor()
+        return self._seen
+
+    def _first(self, prefix: bytes, start: bytes | None = None) -> tuple[bytes, bytes] | None:
+        """Return the first row with that prefix, from `start` on if given."""
+        cursor = self._cursor()
+        if cursor.set_range(prefix if start is None else start):
+            key, value = cursor.item()
+            if key.startswith(prefix):
+                return key, value
+        return None
+
+    def _scan(
+        self, prefix: bytes, start: bytes | None = None, end: bytes | None = None
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the rows with that prefix in [start, end).
+
+        They are read some at a time, so that the caller may write in between; a row it changes
+        may still come as it was.
+        """
+        seek = prefix if start is None else start
+        size = 8
+        while True:
+            cursor = self._cursor()
+            batch: list[tuple[bytes, bytes]] = []
+            found = cursor.set_range(seek)
+            while found and len(batch) < size:
+                key, value = cursor.item()
+                if not key.startswith(prefix) or (end is not None and key >= end):
+                    break
+                batch.append((key, value))
+                found = cursor.next()
+            yield from batch
+            if len(batch) < size:
+                return
+            seek = batch[-1][0] + b"\0"
+            size = min(4 * size, _BATCH)
+
+    def _clear(self, prefix: bytes) -> None:
+        """Delete all rows with that prefix."""
+        for key, _ in self._scan(prefix):
+            self._delete(key)
+
+    # Topics and groups
+
+    def topic_by_id(self, tid: int) -> TopicState | None:
+        """Return a topic; that of number 0, "default", is always there."""
+        topic = self._topics.get(tid)
+        if topic is None:
+            value = self._get(key_u32(TOPIC, tid))
+            if value is not None:
+                topic = self._topics[tid] = TopicState.unpack(tid, value)
+            elif tid == 0:
+                topic = self._new_topic(0, "default")
+        return topic
+
+    def topic(self, name: str) -> TopicState | None:
+        """Return the topic of that name."""
+        if name == "default":
+            return self.topic_by_id(0)
+        tid = self._get(name_key(name))
+        return self.topic_by_id(U32.unpack(tid)[0]) if tid is not None else None
+
+    def topics(self) -> list[TopicState]:
+        """Return all topics."""
+        self.topic_by_id(0)
+        tids = [U32.unpack(key[1:])[0] for key, _ in self._scan(TOPIC)]
+        return [topic for topic in map(self.topic_by_id, tids) if topic is not None]
+
+    def group(self, gid: int) -> GroupState | None:
+        """Return a group, or the template of a topic for its number."""
+        group = self._groups.get(gid)
+        if group is None:
+            value = self._get(key_u64(GROUP, gid))
+            if value is not None:
+                group = self._groups[gid] = GroupState.unpack(gid, value)
+        return group
+
+    def template(self, tid: int) -> GroupState:
+        """Return what a new group of a topic would be."""
+        group = self.group(tid)
+        if group is None:
+            self._new_topic(tid, "default" if tid == 0 else "")
+            group = self._groups[tid]
+        return group
+
+    def groups(self, tid: int | None = None) -> list[GroupState]:
+        """Return the groups of a topic, or of all; templates are none."""
+        gids = self._gids()
+        wanted = gids.get(tid, ()) if tid is not None else [g for row in gids.values() for g in row]
+        return [group for group in map(self.group, wanted) if group is not None]
+
+    def touch(self, group: GroupState) -> None:
+        """Have a group written whose fields the caller changed."""
+        group.text = None
+        self._changed_groups[group.gid] = group
+
+    def _gids(self) -> dict[int, list[int]]:
+        """Return the groups of each topic, without its template."""
+        if self._readers is None:
+            self._readers = {}
+            for key, value in self._scan(GROUP):
+                gid = U64.unpack(key[1:])[0]
+                tid = GROUP_TID.unpack_from(value)[0]
+                if gid != tid:
+                    self._readers.setdefault(tid, []).append(gid)
+        return self._readers
+
+    def _reshape(self) -> None:
+        """Topics or groups came or went: what other processes know of them is over."""
+        self._shape = self._known_shape = (self._shape + 1) % 2**32
+        self._touched = True
+
+    def _new_topic(self, tid: int, name: str) -> TopicState:
+        topic = self._topics[tid] = TopicState(tid, name)
+        self._changed_topics[tid] = topic
+        if name:
+            self._put(name_key(name), U32.pack(tid))
+        self._put(key_u32(TOPIC, tid), topic.pack())
+        template = self._groups[tid] = GroupState(tid, tid, "")
+        self._changed_groups[tid] = template
+        self._put(key_u64(GROUP, tid), template.pack())
+        self._reshape()
+        return topic
+
+    def _topic(self, tid: int) -> TopicState:
+        """Return a topic, made without a name when nothing is known of it."""
+        topic = self._topics.get(tid)
+        return topic or self.topic_by_id(tid) or self._new_topic(tid, "")
+
+    # Position queues
+
+    def _tail(self, topic: TopicState, priority: int) -> Chunk:
+        """Return the chunk that the next entry goes to."""
+        chunk = topic.tail[priority]
+        if chunk is None:
+            number = topic.tails[priority] // CHUNK_ENTRIES
+            value = self._get(key_queue(QUEUE, topic.tid, priority, number))
+            chunk = topic.tail[priority] = Chunk() if value is None else Chunk.unpack(value)
+        return chunk
+
+    def _append(self, topic: TopicState, priority: int, offset: int) -> None:
+        """Put an offset at the end of a queue."""
+        self._tail(topic, priority).add(offset)
+        tail = topic.tails[priority] = topic.tails[priority] + 1
+        if not topic.used >> priority & 1:
+            topic.use(priority)
+        if tail % CHUNK_ENTRIES:
+            topic.changed |= 1 << priority
+        else:
+            self._seal(topic, priority)
+
+    def _seal(self, topic: TopicState, priority: int) -> None:
+        """Write the last chunk, which is full, and begin another."""
+        chunk = topic.tail[priority]
+        assert chunk is not None
+        number = topic.tails[priority] // CHUNK_ENTRIES - 1
+        self._put(key_queue(QUEUE, topic.tid, priority, number), chunk.pack())
+        topic.tail[priority] = Chunk()
+        topic.changed &= ~(1 << priority)
+
+    def _chunk(self, topic: TopicState, priority: int, number: int) -> Chunk:
+        """Return a chunk of a queue by its number."""
+        if number == topic.tails[priority] // CHUNK_ENTRIES:
+            return self._tail(topic, priority)
+        name = (topic.tid, priority, number)
+        chunk = self._chunks.get(name)
+        if chunk is None:
+            value = self._get(key_queue(QUEUE, *name))
+            assert value is not None, f"chunk {number} of topic {topic.tid} is missing"
+            if len(self._chunks) >= _MAX_CHUNKS:
+                self._chunks.clear()
+            chunk = self._chunks[name] = Chunk.unpack(value)
+        return chunk
+
+    def _entry(self, topic: TopicState, priority: int, index: int) -> int:
+        """Return the offset at an index of a queue."""
+        number, place = divmod(index, CHUNK_ENTRIES)
+        chunk = self._chunk(topic, priority, number)
+        return chunk.base + chunk.deltas[place]
+
+    def _index_of(self, topic: TopicState, priority: int, offset: int) -> int:
+        """Return the index of the first kept entry of a queue that is not below an offset."""
+        first, tail = topic.firsts[priority], topic.tails[priority]
+        if first >= tail:
+            return tail
+        low, high = first // CHUNK_ENTRIES, (tail - 1) // CHUNK_ENTRIES
+        if self._chunk(topic, priority, high).base <= offset:  # most are asked for near the end
+            low = high
+        while low < high:  # the last chunk that begins at or below the offset
+            middle = (low + high + 1) // 2
+            if self._chunk(topic, priority, middle).base <= offset:
+                low = middle
+            else:
+                high = middle - 1
+        chunk = self._chunk(topic, priority, low)
+        place = bisect_left(chunk.deltas, offset - chunk.base)
+        return min(max(low * CHUNK_ENTRIES + place, first), tail)
+
+    def _find(self, topic: TopicState, offset: int) -> tuple[int, int] | None:
+        """Return (priority, index) of a message in the position queues, if it is there."""
+        for priority in topic.order:
+            index = self._index_of(topic, priority, offset)
+            if index < topic.tails[priority] and self._entry(topic, priority, index) == offset:
+                return priority, index
+        return None
+
+    def _skips(self, topic: TopicState, offset: int) -> bool:
+        """Whether an entry of the queue is not to be delivered."""
+        return self._get(key_tid_u64(SKIP, topic.tid, offset)) is not None
+
+    def _consume(self, group: GroupState, topic: TopicState, priority: int, offset: int) -> bool:
+        """Move a group's cursor past a message; False if it was past it or must not have it.
+
+        What stands in between and is not to be skipped goes back as ready: only damage can have
+        taken the record that delivered it.
+        """
+        index = self._index_of(topic, priority, offset)
+        cursor = group.cursor[priority]
+        if index < cursor or index >= topic.tails[priority]:
+            return False
+        if self._entry(topic, priority, index) != offset:
+            return False
+        for between in range(cursor, index):
+            passed = self._entry(topic, priority, between)
+            if group.skipped and self._skips(topic, passed):
+                group.skipped -= 1
+            else:
+                self._place(group, passed, Row(priority, passed), 0)
+        group.cursor[priority] = index + 1
+        self._changed_groups[group.gid] = group
+        if group.skipped and self._skips(topic, offset):
+            group.skipped -= 1
+            return False
+        return True
+
+    # Rows of messages
+
+    def row(self, gid: int, offset: int) -> Row | None:
+        """Return what a group knows of a message that is leased, delayed, ready again or dead."""
+        for kind in (LEASED, OTHER, DEAD):
+            value = self._get(key_u64_u64(kind, gid, offset))
+            if value is not None:
+                return Row.unpack(value)
+        return None
+
+    def _unlink(self, group: GroupState, offset: int, row: Row) -> None:
+        """Take a message out of where it stands; its place behind its key stays."""
+        gid = group.gid
+        state = row.state
+        self._changed_groups[gid] = group
+        if state == STATE_LEASED:
+            group.n_leased -= 1
+            self._delete(key_u64_u64(LEASED, gid, offset))
+            return
+        if state == STATE_DEAD:
+            group.n_dead -= 1
+            self._delete(key_u64_u64(DEAD, gid, offset))
+            return
+        self._unrank(group, offset, row)
+        if row.expiry_us:
+            self._delete(key_u64_u64(EXPIRY, gid, row.expiry_us) + U64.pack(offset))
+        self._delete(key_u64_u64(OTHER, gid, offset))
+
+    def _unrank(self, group: GroupState, offset: int, row: Row) -> None:
+        """Take a message out of the ready, the waiting or the parked ones."""
+        gid = group.gid
+        state = row.state
+        if state == STATE_READY:
+            group.n_back -= 1
+            self._delete(key_ranked(BACK, gid, 9 - row.priority, row.order))
+        elif state == STATE_SUSPECT:
+            group.n_suspect -= 1
+            self._delete(key_ranked(SUSPECT, gid, 9 - row.priority, row.order))
+        elif state == STATE_WAITING:
+            group.n_wait -= 1
+            self._delete(key_u64_u64(WAIT, gid, row.deadline) + U64.pack(offset))
+        else:
+            group.n_parked -= 1
+
+    def _rank(self, group: GroupState, offset: int, row: Row, now_us: int) -> None:
+        """Put a message that may be delivered among the ready or the waiting ones."""
+        gid = group.gid
+        if row.deadline > now_us:
+            row.state = STATE_WAITING
+            group.n_wait += 1
+            self._put(key_u64_u64(WAIT, gid, row.deadline) + U64.pack(offset), b"")
+        elif row.crash:
+            row.state = STATE_SUSPECT
+            group.n_suspect += 1
+            self._put(key_ranked(SUSPECT, gid, 9 - row.priority, row.order), U64.pack(offset))
+        else:
+            row.state = STATE_READY
+            group.n_back += 1
+            self._put(key_ranked(BACK, gid, 9 - row.priority, row.order), U64.pack(offset))
+        self._put(key_u64_u64(OTHER, gid, offset), row.pack())
+        self._changed_groups[gid] = group
+
+    def _place(self, group: GroupState, offset: int, row: Row, now_us: int) -> None:
+        """Give a message that has no row one: ready or waiting."""
+        row.owner = 0
+        if row.expiry_us:
+            self._put(key_u64_u64(EXPIRY, group.gid, row.expiry_us) + U64.pack(offset), b"")
+        self._rank(group, offset, row, now_us)
+
+    def _park(self, group: GroupState, offset: int, row: Row) -> None:
+        """Give a message that has no row one: parked behind another of its key."""
+        row.owner = 0
+        row.state = STATE_PARKED
+        group.n_parked += 1
+        if row.expiry_us:
+            self._put(key_u64_u64(EXPIRY, group.gid, row.expiry_us) + U64.pack(offset), b"")
+        self._put(key_u64_u64(OTHER, group.gid, offset), row.pack())
+        self._changed_groups[group.gid] = group
+
+    def _lease(self, group: GroupState, offset: int, row: Row) -> None:
+        """Give a message that has no row one: leased."""
+        row.state = STATE_LEASED
+        group.n_leased += 1
+        if row.deadline < group.next_deadline_ns:
+            group.next_deadline_ns = row.deadline
+        self._put(key_u64_u64(LEASED, group.gid, offset), row.pack())
+        self._changed_groups[group.gid] = group
+
+    def _bury(self, group: GroupState, offset: int, row: Row) -> None:
+        """Give a message that has no row one: among the dead letters."""
+        row.state = STATE_DEAD
+        row.owner = row.deadline = 0
+        group.n_dead += 1
+        self._put(key_u64_u64(DEAD, group.gid, offset), row.pack())
+        self._changed_groups[group.gid] = group
+
+    # Keys
+
+    def _first_of_key(self, gid: int, keyhash: bytes) -> int | None:
+        """Return the first message of a key that is not done."""
+        found = self._first(KEY + U64.pack(gid) + keyhash)
+        return U64.unpack(found[1])[0] if found is not None else None
+
+    def _join_key(self, group: GroupState, offset: int, row: Row, *, leased: bool = False) -> bool:
+        """Line a message up behind its key; return whether it is the one to go now."""
+        first = self._first_of_key(group.gid, row.keyhash)
+        self._put(key_key(KEY, group.gid, row.keyhash, row.order), U64.pack(offset))
+        if first is None:
+            return True
+        value = self._get(key_u64_u64(OTHER, group.gid, first))
+        if value is None:  # leased: the key is taken
+            return False
+        other = Row.unpack(value)
+        if other.state == STATE_PARKED or (other.order < row.order and not leased):
+            return False
+        self._unrank(group, first, other)  # it had not been handed out: put order comes first
+        other.state = STATE_PARKED
+        group.n_parked += 1
+        self._put(key_u64_u64(OTHER, group.gid, first), other.pack())
+        return True
+
+    def _leave_key(self, group: GroupState, row: Row, now_us: int) -> None:
+        """A message is done or dead or gone: the next of its key may go if it was this one's."""
+        self._delete(key_key(KEY, group.gid, row.keyhash, row.order))
+        if row.state != STATE_PARKED:
+            self._promote(group, row.keyhash, now_us)
+
+    def _promote(self, group: GroupState, keyhash: bytes, now_us: int) -> None:
+        """Let the first message of a key go."""
+        first = self._first_of_key(group.gid, keyhash)
+        if first is None:
+            return
+        value = self._get(key_u64_u64(OTHER, group.gid, first))
+        if value is None:
+            return
+        row = Row.unpack(value)
+        if row.state == STATE_PARKED:
+            group.n_parked -= 1
+            self._rank(group, first, row, now_us)
+
+    def _enter(self, group: GroupState, offset: int, row: Row, now_us: int) -> None:
+        """Give a message that has neither row nor place behind its key both."""
+        if row.keyed and not self._join_key(group, offset, row):
+            self._park(group, offset, row)
+        else:
+            self._place(group, offset, row, now_us)
+
+    def _come_back(self, group: GroupState, offset: int, row: Row, now_us: int) -> None:
+        """Give a message that was leased and still lines up behind its key its row."""
+        if row.keyed and self._first_of_key(group.gid, row.keyhash) != offset:
+            self._park(group, offset, row)
+            self._promote(group, row.keyhash, now_us)
+        else:
+            self._place(group, offset, row, now_us)
+
+    def _remove(self, group: GroupState, offset: int, row: Row, now_us: int) -> None:
+        """Take a message out of a group, its place behind its key too."""
+        self._unlink(group, offset, row)
+        if row.keyed and row.state != STATE_DEAD:
+            self._leave_key(group, row, now_us)
