@@ -18,7 +18,6 @@ from ._format import (
     ENVELOPE,
     ENVELOPE_BYTES,
     FIRST,
-    LAST_PART,
     MAX_FRAME_BYTES,
     PART,
     PART_BYTES,
@@ -275,17 +274,25 @@ class Reading(Segments):
         shift, _ = self.place(offset >> self.bits)
         return int(PART.unpack(_files.read_at(self.fd, PART_BYTES, offset + shift))[3])
 
-    def frame_matches(self, offset: int, end: int, checksum: int) -> bool:
-        """Whether a valid frame with this checksum lies at `offset` and ends at `end`.
+    def remember_last(self, tail: int, offset: int) -> None:
+        """Take note that the frame at `offset` ends at `tail`, to whoever just read it there."""
+        if self._last[0] != tail:
+            self._last = (tail, (offset, self._checksum(offset)))
 
-        (0, end, 0) stands for no frame at all: true while the log begins at `end`.
+    def ends_with(self, end: int, checksum: int) -> bool:
+        """Whether a valid frame with this checksum ends at `end`.
+
+        With a checksum of 0: whether the log begins there, with nothing before it.
         """
-        if not offset:
-            return end >> self.bits == self.state.words[HEAD] == 0 and checksum == 0
+        if not checksum:
+            return end <= SLOT_BYTES and self.state.words[HEAD] == 0
+        if not self.head_offset < end <= self.state.words[TAIL]:
+            return False
         try:
-            if end > self.state.words[TAIL] or self._checksum(offset) != checksum:
+            offset, found = self._find_last(end)
+            if not offset or found != checksum:
                 return False
             frame = collect(self, offset, self.limit(offset >> self.bits))
         except (BadPartError, LookupError, CorruptError):
             return False
-        return frame[1] == end and bool(frame[3] & LAST_PART)
+        return frame[1] == end

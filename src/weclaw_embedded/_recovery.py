@@ -25,10 +25,13 @@ from ._format import (
     CHECKPOINT_FRAME,
     HEADER_BYTES,
     HEADER_COPY_BYTES,
+    PART,
+    PART_BYTES,
     SLOT_BYTES,
     SlotHeader,
     pack_header,
     pack_slot,
+    part_checksum,
     unpack_head,
     unpack_header,
     unpack_slot,
@@ -176,18 +179,18 @@ def _find_segments(log: Segments) -> None:
     words = log.state.words
     n_slots = _n_slots(log)
     headers = {slot: header for slot in range(n_slots) if (header := log.read_slot(slot))}
-    if not headers:
-        raise CorruptError(
-            0,
-            "no segment can be found",
-            "no segment can be found in the file: every slot header is damaged; nothing was "
-            "touched; restore from a backup or promote the replica",
-        )
     recorded = unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
-    last = max(header.segment for header in headers.values())
+    last = max((header.segment for header in headers.values()), default=-1)
     head = max([recorded, *(header.head for header in headers.values())])
-    if head > last:  # a head record that makes no sense, though its checksum is right
-        head = max(header.head for header in headers.values())
+    if head > last:
+        # What is there, if anything, was let go of long ago: to believe it would bring back what
+        # was settled.
+        raise CorruptError(
+            head << log.bits,
+            "no segment can be found",
+            "no segment that is still needed can be found in the file: their slots are damaged or "
+            "were cut off; nothing was touched; restore from a backup or promote the replica",
+        )
     chosen: dict[int, int] = {}
     for slot, header in headers.items():
         other = chosen.get(header.segment)
@@ -204,7 +207,7 @@ def _find_segments(log: Segments) -> None:
         table[slot] = segment + 1
     words[SLOTS] = n_slots
     words[HEAD] = head
-    words[ANNOUNCED] = recorded if recorded <= last else 0
+    words[ANNOUNCED] = recorded
     words[LAST] = last
     words[TAIL] = 0
     words[CHECKPOINT] = headers[chosen[last]].checkpoint
@@ -212,18 +215,33 @@ def _find_segments(log: Segments) -> None:
         words[CHECKPOINT] = 0
     if not log.readonly:
         _complete_last_slot(log, n_slots)
+        for slot in headers.keys() - chosen.values():
+            if headers[slot].segment >= head:
+                # Another one's double, which must not be taken for it the next time.
+                _erase_header(log, slot)
 
 
-def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[int, bool, bool, int]:
+def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[bool, int, bool, int]:
     """Which of two slots with the same segment is the real one: the greater."""
     header = headers[slot]
     linked = any(
         other.segment == header.segment - 1 and other.salt == header.prev_salt
         for other in headers.values()
     )
+    begin = (header.segment << log.bits) + SLOT_BYTES
+    data = _files.read_at(
+        log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
+    )
+    crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
+    part = data[4 : PART_BYTES + length]
+    begins = length > 0 and part_checksum(part, header.salt, begin) == crc
+    return begins, header.epoch, linked, header.created_us
+
+
+def _erase_header(log: Segments, slot: int) -> None:
     position = log.slot_position(slot)
-    begins = any(_files.read_at(log.fd, 64, position + SLOT_BYTES))
-    return header.epoch, linked, begins, header.created_us
+    _files.zero_fill(log.fd, position, SLOT_BYTES)
+    _files.zero_fill(log.fd, position + log.segment_bytes - SLOT_BYTES, SLOT_BYTES)
 
 
 def _complete_last_slot(log: Segments, n_slots: int) -> None:
@@ -342,9 +360,7 @@ def _cut(log: Segments, cut: int) -> None:
     segment = cut >> log.bits
     for n in reversed([n for n in log.segments() if n > segment]):
         # From the last one down, so that what is left is always a log without a gap.
-        position = log.slot_position(log.slot_of(n))
-        _files.zero_fill(log.fd, position, SLOT_BYTES)
-        _files.zero_fill(log.fd, position + log.segment_bytes - SLOT_BYTES, SLOT_BYTES)
+        _erase_header(log, log.slot_of(n))
         _files.sync_data(log.fd)
         log.state.slots[log.slot_of(n)] = FREE | SAFE
     words[LAST] = segment

@@ -402,3 +402,30 @@ class Segments:
         with contextlib.suppress(DiskFullError):
             _files.zero_fill(self.fd, self.slot_position(slot), self.segment_bytes)
             self.state.slots[slot] = FREE | ZEROED | SAFE
+
+    # Sizes and ages ----------------------------------------------------------------------
+
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return _files.size(self.fd)
+
+    def free_bytes(self) -> int:
+        """Bytes of the file that wait to be used again or given back."""
+        free = sum(1 for entry in self.table() if entry & FREE and not entry & PUNCHED)
+        return free * self.segment_bytes
+
+    def bytes_with(self, n: int, room: int) -> int:
+        """Bytes the file takes with `n` more in the log, of which `room` fit where the log is."""
+        each = self.segment_bytes - 2 * SLOT_BYTES - 64
+        more = 0 if n <= room else -(-(n - room) // each)
+        # One spare belongs to the file at all times.
+        return self.bytes_used() + (more + 1) * self.segment_bytes
+
+    def end_time_us(self, segment: int) -> int:
+        """When the log went on from this segment to the next one; 0 when that can't be read."""
+        slot = self._slot_of.get(segment + 1)
+        if slot is None:
+            self._read_table()
+            slot = self._slot_of.get(segment + 1)
+        header = None if slot is None else self.read_slot(slot)
+        return 0 if header is None else header.created_us

@@ -181,6 +181,12 @@ class Log(Reading):
             self._resume()
         return self._end
 
+    @property
+    def room(self) -> int:
+        """Bytes that the segment of the pending tail still has room for."""
+        end = self.pending_tail
+        return max(0, self._limit - end)
+
     def append(
         self,
         records: Sequence[Record],
