@@ -25,12 +25,14 @@ from typing import Any, Final, NamedTuple, cast
 from weclaw_embedded._codecs import AnyCodec, check_codec
 
 __all__ = [
+    "DEFAULTS",
     "FILE_OPTIONS",
     "MAX_MESSAGE_BYTES",
     "MAX_NAME_BYTES",
     "MAX_SECONDS",
     "MAX_SEGMENT_BYTES",
     "MIN_SEGMENT_BYTES",
+    "RECORDED_OPTIONS",
     "UNSET",
     "QueueOptions",
     "RetryPolicy",
@@ -64,6 +66,9 @@ FILE_OPTIONS: Final = (
     "sync_replica",
 )
 """Options that belong to the file: recorded when given, inherited when left out."""
+
+RECORDED_OPTIONS: Final = tuple(name for name in FILE_OPTIONS if name != "segment_bytes")
+"""Those recorded in the log; the size of segments stands in the file's header."""
 
 
 class Unset(enum.Enum):
@@ -339,6 +344,10 @@ _QUEUE: Final = (
     _Option("on_dead", None, _optional(_callable)),
     _Option("start", "earliest", _start),
 )
+
+
+DEFAULTS: Final = {option.name: option.default for option in _STORE}
+"""What holds when neither caller nor environment nor file says anything."""
 
 
 def _variable(suffix: str) -> tuple[str, str] | None:

@@ -1,0 +1,77 @@
+"""A durable task queue in one file, inside the process that uses it. No broker, no server.
+
+>>> import weclaw_embedded as weclaw
+>>> q = weclaw.Queue("tasks.wq")
+>>> task_id = q.put({"prompt": "write a report"})
+>>> with q.get() as msg:
+...     msg.ack(result="done: " + msg["prompt"])
+>>> q.result(task_id)
+'done: write a report'
+>>> q.close()
+"""
+
+from ._message import Message, Transaction
+from ._options import RetryPolicy
+from ._queries import GroupInfo, Stats
+from ._store import Store, open  # noqa: A004  the name is fixed: weclaw.open
+from ._version import __version__
+from .dlq import DeadLetter, DeadLetterQueue, Failure
+from .errors import (
+    ClosedError,
+    CorruptError,
+    DeadLetterError,
+    DiskFullError,
+    Empty,
+    FencedError,
+    FormatVersionError,
+    Full,
+    LeaseLostError,
+    LockedError,
+    MessageTooLargeError,
+    NotAQueueError,
+    OffsetTrimmedError,
+    ReplicaUnavailableError,
+    SendFailedError,
+    SerializationError,
+    ShutDown,
+    StorageError,
+    StoreFailedError,
+    WeclawError,
+)
+from .queue import Put, Queue
+
+__all__ = [
+    "ClosedError",
+    "CorruptError",
+    "DeadLetter",
+    "DeadLetterError",
+    "DeadLetterQueue",
+    "DiskFullError",
+    "Empty",
+    "Failure",
+    "FencedError",
+    "FormatVersionError",
+    "Full",
+    "GroupInfo",
+    "LeaseLostError",
+    "LockedError",
+    "Message",
+    "MessageTooLargeError",
+    "NotAQueueError",
+    "OffsetTrimmedError",
+    "Put",
+    "Queue",
+    "ReplicaUnavailableError",
+    "RetryPolicy",
+    "SendFailedError",
+    "SerializationError",
+    "ShutDown",
+    "Stats",
+    "StorageError",
+    "Store",
+    "StoreFailedError",
+    "Transaction",
+    "WeclawError",
+    "__version__",
+    "open",
+]

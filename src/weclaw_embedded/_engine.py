@@ -1,0 +1,772 @@
+"""The engine: one open file in one process. Log, index and owners as one durable state.
+
+Role: run operations under the write lock, write what they append, make it durable, wake those who
+wait for it. The one commit sentence, and the function that says each part of it:
+
+    append (`Session.append`) -> write (`Session.finish`) -> sync, publish the commit point
+    (`Engine._sync_once`) -> answer (`Engine.execute` returns); applying to the index is done in
+    the same session when the index is open, else by whoever opens it next (`Session.tx`).
+
+Invariants:
+
+* Lock order: the thread lock, then the write lock of the file, then LMDB's own (inside `Index`).
+  The sync lock is never held together with them. No lock is held over a sync.
+* A session that fails leaves nothing: what it appended is discarded before it was written. One
+  that is stopped in the middle of a write leaves the *writing* word set; the next session
+  (anybody's) reads the log again from the tail.
+* After one failed write or sync nothing is promised any more until all have closed.
+
+It must not know what the records mean, beyond handing them to the index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, Final, TypeVar
+
+from typing_extensions import ParamSpec
+
+from . import _clock, _files, _records
+from ._format import VOUCH
+from ._index import Index, IndexFullError, Tx
+from ._opening import (
+    IN_USE,
+    INDEX_NAME,
+    OWNER,
+    WRITE,
+    Opened,
+    write_clean_mark,
+)
+from ._options import DEFAULTS, RECORDED_OPTIONS, StoreOptions
+from ._shared import (
+    CLEAN_AT,
+    DEAD_SEQ,
+    FAILED,
+    OPTIONS_SEQ,
+    READY,
+    SETTLED,
+    SYNC_HIGH,
+    WAITERS,
+    SharedPage,
+)
+from ._wake import READY_BYTE, SETTLED_BYTE, Timer, Waiter, Waker
+from .errors import ClosedError, DiskFullError, LockedError, StoreFailedError
+from .wal import COMMIT, HEAD, LAST, TAIL, WRITING, Frame, Log
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+logger = logging.getLogger("weclaw_embedded")
+
+# Flush policies, as frames carry them.
+OS, BATCH, SYNC, REPLICA = range(4)
+POLICIES: Final = {"os": OS, "batch": BATCH, "sync": SYNC}
+ALL: Final = (1 << 64) - 1
+# What the file records for "no limit"; nothing at all stands for the default.
+_NO_LIMIT: Final = "none"
+# How long a waiter sleeps before it looks whether the owner of a lease has died.
+DEATH_CHECK_S: Final = 0.25
+# In sessions that confirm no sync, how often the names of file and scratch are looked at.
+_PLACE_CHECK_NS: Final = 2_000_000
+# How long after something was settled space is looked for that can be given back.
+UPKEEP_S: Final = 0.1
+
+Record = Sequence[bytes | memoryview]
+
+
+class Session:
+    """One turn under the write lock. Operations get it as their first argument."""
+
+    __slots__ = (
+        "_appended",
+        "_applied",
+        "_sync_from",
+        "_tx",
+        "after_write",
+        "engine",
+        "log",
+        "must_sync",
+        "now_us",
+        "page",
+        "ready",
+        "settled",
+    )
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.log = engine.log
+        self.page = engine.page
+        self.now_us = _clock.boottime_us() + engine.shift
+        self.ready = 0  # topics whose getters may find something now
+        self.settled = 0  # topics whose putters, joiners and result waiters may
+        self.must_sync = False
+        self.after_write: list[Callable[[], None]] = []
+        self._tx: Tx | None = None
+        self._appended: list[tuple[int, Record]] = []
+        self._applied = 0
+        self._sync_from = 0
+
+    @property
+    def tx(self) -> Tx:
+        """The index, with everything in the log up to this moment applied."""
+        if self._tx is None:
+            self._tx = self.engine.index.write()
+            self.engine.catch_up(self._tx)
+        if self._applied < len(self._appended):
+            self._apply(self._tx)
+        return self._tx
+
+    def _apply(self, tx: Tx) -> None:
+        for offset, record in self._appended[self._applied :]:
+            tx.apply(offset, self.now_us, record[0] if len(record) == 1 else b"".join(record))
+        self._applied = len(self._appended)
+
+    def append(
+        self,
+        records: Sequence[Record],
+        policy: int = OS,
+        *,
+        puts: bool = False,
+        spare: bool = True,
+        flags: int = 0,
+    ) -> list[int]:
+        """Append one frame; returns the records' offsets. Raises DiskFullError, then nothing of it
+        is left. `spare`: may use the space kept so that a full disk can be worked off.
+        """
+        offsets = self.log.append(records, policy, self.now_us, flags, spare=spare)
+        if puts and policy >= SYNC and not self._sync_from:
+            self._sync_from = offsets[0]
+        self._appended.extend(zip(offsets, records, strict=True))
+        return offsets
+
+    def judge(self, records: Sequence[Record]) -> None:
+        """Append what ended by itself (a lease run out, a death, an expiry)."""
+        self.append(records)
+
+    def option(self, name: str) -> Any:
+        """An option of the file; see `Engine.option`."""
+        return self.engine._effective(name, self.options())
+
+    def options(self) -> dict[str, Any]:
+        """What the file records of its options, followed as any process changes it."""
+        engine = self.engine
+        seen = self.page.words[OPTIONS_SEQ]
+        if engine.options_seen != seen:
+            engine.known_options = self.tx.options
+            engine.options_seen = seen
+        return engine.known_options
+
+    def finish(self) -> None:
+        """Write what was appended and keep what the index learned."""
+        engine = self.engine
+        if self._appended:
+            if self._sync_from:
+                # Before the write, so that no moment exists in which it could be delivered.
+                self.page.promise_sync(self._sync_from, self.log.pending_tail)
+            try:
+                self.log.write()
+            except DiskFullError:
+                raise
+            except OSError as error:
+                raise engine.fail(f"writing failed: {error}") from error
+            for step in self.after_write:
+                step()
+        tx = self._tx
+        if tx is not None:
+            if self._applied < len(self._appended):
+                self._apply(tx)
+            self._tx = None
+            try:
+                tx.commit(self.page.words[TAIL], self.log.last_frame[1])
+            except IndexFullError as error:
+                # The log has it all. Whoever looks next applies it again.
+                logger.debug("index not written, the log is ahead of it: %s", error)
+
+    def abort(self) -> None:
+        self.log.discard()
+        tx, self._tx = self._tx, None
+        if tx is not None:
+            tx.abort()
+
+
+class Job:
+    """One operation among several of a turn; see `Engine.execute_many`."""
+
+    __slots__ = ("args", "error", "must_sync", "operation", "result")
+
+    def __init__(self, operation: Callable[..., Any], *args: Any) -> None:
+        self.operation = operation
+        self.args = args
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.must_sync = False
+
+
+class Engine:
+    """See the module. Made and ended by `_registry`, shared by all handles of a process. Any thread
+    may call any method.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.path = opened.path
+        self.fd = opened.fd
+        self.header = opened.header
+        self.directory = opened.directory
+        self.page: SharedPage = opened.page
+        self.log: Log = opened.log
+        self.index: Index = opened.index
+        self.slot = opened.slot
+        self.token = opened.token
+        self.recovery = opened.recovery
+        self.shift = self.page.shift
+        self.handles = 0
+        self.forked = False
+        self.closed = False
+        self.waker = Waker(self.directory, self.slot, self.fd)
+        self.timer = Timer("weclaw-timer")
+        # Leases of this process: (gid, offset) -> the record that would hand it back.
+        self.held: dict[tuple[int, int], Any] = {}
+        self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
+        self._lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._syncing = False
+        self._sync_waiters: list[tuple[int, threading.Lock]] = []
+        self._failure: str | None = None
+        self._identity = _files.identity(self.fd)[:2]
+        self._place_checked_ns = 0
+        self._flush_due = False
+        self._unsynced = 0
+        self._next_probe = 0
+        self._last_segment = self.page.words[LAST]
+        self._upkeep_due = False
+        self.known_options: dict[str, Any] = {}
+        self.options_seen = -1
+        self.consumer = ""
+        self._introduced = False
+        self._adopted: list[StoreOptions] = []
+        if opened.rebuild:
+            self._rebuild()
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    def execute(
+        self,
+        operation: Callable[Concatenate[Session, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run `operation(session, …)` under the write lock and make it as durable as it asks.
+
+        Blocks for the lock, and for a sync when the operation set `must_sync`. Raises what the
+        operation raises, then nothing was written.
+        """
+        with self._lock:
+            try:
+                _files.lock(self.fd, WRITE, True)
+                session = self._begin()
+                try:
+                    result = operation(session, *args, **kwargs)
+                    session.finish()
+                except BaseException:
+                    session.abort()
+                    raise
+                tail = self.page.words[TAIL]
+                pokes = self._take_pokes(session) if self.page.words[WAITERS] else None
+            finally:
+                # Also when the lock was not reached: releasing what is not held does nothing.
+                _files.unlock(self.fd, WRITE)
+        self._after(session, pokes)
+        if session.must_sync:
+            self.durable(tail)
+        return result
+
+    def execute_many(self, jobs: Sequence[Job]) -> int:
+        """Run several operations in one turn: one write, one index transaction. Each gets its own
+        result or error. Does not sync: jobs with `must_sync` are durable once
+        `durable(returned offset)` has returned.
+
+        Raises what makes the whole turn fail; then none of the jobs was done.
+        """
+        with self._lock:
+            try:
+                _files.lock(self.fd, WRITE, True)
+                session = self._begin()
+                try:
+                    for job in jobs:
+                        session.must_sync = False
+                        try:
+                            job.result = job.operation(session, *job.args)
+                        except Exception as error:  # noqa: BLE001  each job's own, told to it
+                            job.error = error
+                        job.must_sync = session.must_sync
+                    session.finish()
+                except BaseException:
+                    session.abort()
+                    raise
+                tail = self.page.words[TAIL]
+                pokes = self._take_pokes(session) if self.page.words[WAITERS] else None
+            finally:
+                _files.unlock(self.fd, WRITE)
+        self._after(session, pokes)
+        return tail
+
+    def _after(self, session: Session, pokes: list[tuple[bytes, list[int]]] | None) -> None:
+        """What follows a turn, with the lock given back."""
+        if pokes is not None:
+            for kind, slots in pokes:
+                self.waker.poke(slots, kind)
+        if not session.must_sync:
+            self._check_place_now_and_then()
+        if session.settled or self.page.words[LAST] != self._last_segment:
+            self._upkeep_soon()
+
+    def _begin(self) -> Session:
+        if self.closed:
+            raise ClosedError(f"{self.path} is closed; nothing was changed; open it again")
+        words = self.page.words
+        if words[FAILED] or self._failure:
+            raise self._failed()
+        if words[WRITING]:
+            # Its holder died, or was interrupted, in the middle of a write.
+            self.log.heal()
+            words[SYNC_HIGH] = min(words[SYNC_HIGH], words[TAIL])
+        return Session(self)
+
+    def _take_pokes(self, session: Session) -> list[tuple[bytes, list[int]]]:
+        pokes = []
+        if session.ready:
+            pokes.append((READY_BYTE, self.page.take_waiting(READY, session.ready)))
+        if session.settled:
+            pokes.append((SETTLED_BYTE, self.page.take_waiting(SETTLED, session.settled)))
+        return pokes
+
+    def catch_up(self, tx: Tx) -> None:
+        """Apply everything written and not yet applied. The caller holds the write lock."""
+        applied = tx.applied
+        tail = self.page.words[TAIL]
+        if applied < tail:
+            last = applied
+
+            def frames() -> Iterator[Frame]:
+                nonlocal last
+                for frame in self.log.frames(applied, tail, on_damage=tx.note_damage):
+                    last = frame[0]
+                    yield frame
+
+            tx.apply_many(frames())
+            self.log.remember_last(tail, last)
+
+    def _rebuild(self) -> None:
+        """Fold the whole log into the empty index; the caller is the first opener, or alone."""
+
+        def fold(session: Session) -> None:
+            session._tx = self.index.write()
+            self.fold_all(session._tx)
+
+        self.execute(fold)
+
+    def fold_all(self, tx: Tx) -> None:
+        """Apply the whole log to an empty index, beginning with what a checkpoint knows of the
+        time before what is kept."""
+        head = self.log.head_offset
+        checkpoint = self.log.checkpoint()
+        if checkpoint:
+            known = _records.unpack(self.log.read(checkpoint))
+            assert isinstance(known, _records.Checkpoint), "the log marks its checkpoints"
+            tx.seed(known, head)
+        tx.apply_many(self.log.frames(head, self.page.words[TAIL], on_damage=tx.note_damage))
+
+    # -- durability ------------------------------------------------------------------------------
+
+    def durable(self, until: int) -> None:
+        """Return once everything below `until` is on stable storage. Shared by all who wait.
+
+        Raises StoreFailedError. Holds no lock while it syncs; one sync answers everybody whose
+        frames were written before it began.
+        """
+        words = self.page.words
+        while True:
+            if words[FAILED] or self._failure:
+                raise self._failed()
+            if words[COMMIT] >= until:
+                return
+            waiter = None
+            with self._sync_lock:
+                if self._syncing:
+                    waiter = threading.Lock()
+                    waiter.acquire()
+                    self._sync_waiters.append((until, waiter))
+                else:
+                    self._syncing = True
+            if waiter is not None:
+                waiter.acquire()
+                continue
+            try:
+                self._sync_once()
+            finally:
+                self._end_sync()
+
+    def _end_sync(self) -> None:
+        """Answer those who are served, and let one of the others do the next sync."""
+        commit = self.page.words[COMMIT]
+        failed = self.page.words[FAILED] or self._failure
+        with self._sync_lock:
+            self._syncing = False
+            waiting, self._sync_waiters = self._sync_waiters, []
+            leader_found = False
+            for until, waiter in waiting:
+                if until <= commit or failed or not leader_found:
+                    leader_found = leader_found or (until > commit and not failed)
+                    waiter.release()
+                else:
+                    self._sync_waiters.append((until, waiter))
+
+    def _sync_once(self) -> None:
+        """fdatasync, then publish the commit point under the lock and wake who waited for it."""
+        words = self.page.words
+        target = words[TAIL]
+        self._unsynced = 0
+        try:
+            self.log.sync()
+        except OSError as error:
+            raise self.fail(f"a sync failed: {error}") from error
+        self._check_place()
+        pokes: list[int] = []
+        with self._lock:
+            try:
+                _files.lock(self.fd, WRITE, True)
+                if words[FAILED]:
+                    raise self._failed()
+                if words[COMMIT] < target:
+                    words[COMMIT] = target
+                    if words[WAITERS]:
+                        pokes = self.page.take_waiting(READY, ALL)
+            finally:
+                _files.unlock(self.fd, WRITE)
+        if pokes:
+            self.waker.poke(pokes, READY_BYTE)
+
+    def flush(self) -> None:
+        """Everything written so far is on stable storage when this returns."""
+        self.durable(self.page.words[TAIL])
+
+    def flush_later(self, interval_ms: float, messages: int, count: int) -> None:
+        """Promise of `batch`: a sync after `interval_ms` or `messages`, whichever is first."""
+        self._unsynced += count
+        if self._unsynced >= messages:
+            self._unsynced = 0
+            self.timer.call_at(0.0, self._flush_quietly)
+        elif not self._flush_due:
+            self._flush_due = True
+            self.timer.call_at(time.monotonic() + interval_ms / 1000, self._timed_flush)
+
+    def _timed_flush(self) -> None:
+        self._flush_due = False
+        self._flush_quietly()
+
+    def _flush_quietly(self) -> None:
+        # The failure is in the shared page by now: every later call says it.
+        with contextlib.suppress(StoreFailedError, ClosedError):
+            if not self.closed:
+                self.flush()
+
+    # -- failure ------------------------------------------------------------------------------
+
+    def fail(self, what: str) -> StoreFailedError:
+        """Stop every process that has the file open; returns the error to raise."""
+        self._failure = what
+        self.page.words[FAILED] = 1
+        self.waker.wake_all()
+        logger.error("%s: %s", self.path, what)
+        return self._failed()
+
+    def _failed(self) -> StoreFailedError:
+        what = self._failure or "a write or sync failed in another process"
+        return StoreFailedError(
+            f"{self.path}: {what}; everything confirmed before is safe, what was under way is in "
+            "doubt; close the file in every process and open it again, then put again with the "
+            "same id"
+        )
+
+    def _check_place(self) -> None:
+        """Stop when the file or the scratch folder is not where it was opened."""
+        try:
+            found = os.stat(self.path)
+            there = (found.st_dev, found.st_ino) == self._identity
+        except OSError:
+            there = False
+        if not there:
+            raise self.fail("the file was deleted, moved or replaced while open")
+        if not self.page.is_in_place():
+            raise self.fail("the scratch folder was deleted, moved or replaced while in use")
+        self._place_checked_ns = time.monotonic_ns()
+
+    def _check_place_now_and_then(self) -> None:
+        if time.monotonic_ns() - self._place_checked_ns > _PLACE_CHECK_NS:
+            self._check_place()
+
+    # -- owners -------------------------------------------------------------------------------
+
+    def dead_owners(self, everyone: bool) -> list[int]:
+        """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
+        slots = [slot for slot, _ in self.page.owners() if slot != self.slot]
+        if not everyone and slots:
+            self._next_probe = (self._next_probe + 1) % len(slots)
+            slots = [slots[self._next_probe]]
+        return [slot for slot in slots if not _files.is_locked(self.fd, OWNER + slot)]
+
+    def bury(self, session: Session, slots: list[int]) -> None:
+        """Take the tokens of the dead out of the page: their leases name nobody now, and every
+        group looks through its leases once because `DEAD_SEQ` has changed.
+        """
+        for slot in slots:
+            self.page.set_token(slot, 0)
+        if slots:
+            self.page.words[DEAD_SEQ] += 1
+            session.ready = ALL
+
+    def wait(self, waiter: Waiter, until_s: float | None) -> None:
+        """Sleep until woken, `until_s` (time.monotonic), a death, or a promise left behind."""
+        while True:
+            now_s = time.monotonic()
+            left_s = DEATH_CHECK_S if until_s is None else min(DEATH_CHECK_S, until_s - now_s)
+            if waiter.wait(left_s) or self.closed or self.page.words[FAILED]:
+                return
+            if until_s is not None and time.monotonic() >= until_s:
+                return
+            if self.dead_owners(everyone=True):
+                return
+            words = self.page.words
+            if words[SYNC_HIGH] > words[COMMIT]:
+                # A quarter second without a sync: whoever wrote this may have died before it.
+                self.durable(words[TAIL])
+                return
+            self._check_place_now_and_then()
+
+    def settle_promises(self) -> bool:
+        """Do the sync that frames still wait for, if any; True when there was one to do. Whoever
+        wrote them may have died before it.
+        """
+        words = self.page.words
+        if words[SYNC_HIGH] <= words[COMMIT]:
+            return False
+        self.durable(words[TAIL])
+        return True
+
+    def suspects_held(self) -> int:
+        """Messages of this process that were in a crash before; one at a time is handed out."""
+        now_ns = _clock.monotonic_ns()
+        return sum(1 for lease in self.held.values() if lease.crash and lease.deadline_ns > now_ns)
+
+    def owner_records(self) -> list[_records.Record]:
+        """What says who this owner is, to be written before its first lease."""
+        if self._introduced:
+            return []
+        self._introduced = True
+        return [_records.pack_owner(self.token, self.consumer)]
+
+    def replica_lag(self) -> int | None:
+        """Bytes that the replica is behind; None without one."""
+        return None
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def now_us(self) -> int:
+        """Queue time."""
+        return _clock.boottime_us() + self.shift
+
+    def put_and_time(self, location: int) -> tuple[bytes | memoryview, int]:
+        """The bytes of a Put and the time it was put, from where it was put or carried to.
+
+        Raises CorruptError, and LookupError when that segment is no longer kept.
+        """
+        with self._read_lock:
+            record = self.log.read(location)
+            time_us = self.log.time_of(location)
+        if record[0] == _records.CARRY:
+            carry = _records.unpack(record)
+            assert isinstance(carry, _records.Carry)
+            return carry.put, carry.time_us
+        return record, time_us
+
+    def result_bytes(self, location: int, gid: int) -> bytes:
+        """The packed result that an ACK, or a CARRY of its message, holds."""
+        with self._read_lock:
+            record = _records.unpack(self.log.read(location))
+        if isinstance(record, _records.Carry):
+            return dict(record.results).get(gid, b"")
+        assert isinstance(record, _records.Ack), "the index names the record of the result"
+        return bytes(record.result)
+
+    def first_offset(self) -> int:
+        """The offset of the first message kept; 0 while nothing was ever given back."""
+        if not self.page.words[HEAD]:
+            return 0
+        tail = self.page.words[TAIL]
+        for frame in self.log.frames(self.log.head_offset, tail, on_damage=lambda *_: None):
+            for offset, record in frame[5]:
+                if record[0] == _records.PUT:
+                    return offset
+        return tail
+
+    def verify(self) -> list[tuple[int, str]]:
+        """Check all that is kept, and name what was set aside before; in order, each once."""
+        found = dict(self.execute(lambda session: session.tx.damage()))
+        found.update(self.log.verify())
+        return sorted(found.items())
+
+    # -- options of the file ---------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        """What the file records of its options, as last changed by any process."""
+        if self.options_seen != self.page.words[OPTIONS_SEQ]:
+            self.execute(Session.options)
+        return self.known_options
+
+    def adopt(self, options: StoreOptions, consumer: str) -> None:
+        """Take in a new handle's options: record those given for the file.
+
+        Raises ValueError for arguments that contradict those of a handle that is open.
+        """
+        for other in self._adopted:
+            names = options.conflicts(other)
+            if names:
+                raise ValueError(
+                    f"{self.path} is open in this process with another {', '.join(names)}; nothing "
+                    "was changed; give the same, or leave it out"
+                )
+        given: dict[str, Any] = {
+            name: _NO_LIMIT if (value := getattr(options, name)) is None else value
+            for name in RECORDED_OPTIONS
+            if name in options.given
+        }
+        if given:
+            self.change_options(given, SYNC)
+        self._adopted.append(options)
+        self.consumer = self.consumer or consumer
+
+    def forsake(self, options: StoreOptions) -> None:
+        """A handle that was adopted has closed."""
+        with contextlib.suppress(ValueError):
+            self._adopted.remove(options)
+
+    def option(self, name: str) -> Any:
+        """An option of the file as it holds for this process: argument (which was recorded),
+        environment, what the file records, default; in that order.
+        """
+        return self._effective(name, self.options())
+
+    def _effective(self, name: str, recorded: dict[str, Any]) -> Any:
+        chosen = self._adopted[-1] if self._adopted else None
+        if chosen is not None and name in chosen.environment:
+            return getattr(chosen, name)
+        value = recorded.get(name, DEFAULTS[name])
+        return None if value == _NO_LIMIT else value
+
+    def change_options(self, values: Mapping[str, Any], policy: int) -> None:
+        """Record options of the file."""
+
+        def change(session: Session) -> None:
+            known = session.options()
+            new = {name: value for name, value in values.items() if known.get(name) != value}
+            if new:
+                session.append([_records.pack_option(new)], policy)
+                session.must_sync |= policy >= SYNC
+                session.page.words[OPTIONS_SEQ] += 1
+
+        self.execute(change)
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def _upkeep_soon(self) -> None:
+        self._last_segment = self.page.words[LAST]
+        if not self._upkeep_due:
+            self._upkeep_due = True
+            self.timer.call_at(time.monotonic() + UPKEEP_S, self._upkeep)
+
+    def _upkeep(self) -> None:
+        from ._reclaim import maintain
+
+        self._upkeep_due = False
+        # What it could not do now is done by the next call; a failure is in the shared page.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
+            if not self.closed and maintain(self):
+                self._upkeep_soon()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Hand leases back, flush, give everything back. Raises nothing after a failure."""
+        if self.closed:
+            return
+        try:
+            if not (self.page.words[FAILED] or self._failure):
+                with contextlib.suppress(StoreFailedError, DiskFullError):
+                    self._hand_back()
+                    self.flush()
+        finally:
+            self.timer.close()
+            self.waker.close()
+            with self._lock:
+                self.closed = True
+                self._give_up()
+
+    def _hand_back(self) -> None:
+        held, self.held = self.held, {}
+
+        def release(session: Session) -> None:
+            records = [(lease.release_record(),) for lease in held.values()]
+            if records:
+                session.append(records)
+                session.ready = ALL
+            self.page.set_token(self.slot, 0)
+
+        self.execute(release)
+
+    def _give_up(self) -> None:
+        words = self.page.words
+        # The conversion keeps the shared lock when it fails: then others are still there.
+        last = _files.try_lock(self.fd, IN_USE, True)
+        clean = last and not (words[FAILED] or self._failure)
+        try:
+            if clean and words[TAIL] != words[CLEAN_AT]:
+                clean = self._vouch()
+            self.index.close(sync=clean)
+            if clean:
+                with contextlib.suppress(OSError, DiskFullError):
+                    write_clean_mark(os.path.join(self.directory, INDEX_NAME))
+        finally:
+            self.page.close()
+            _files.close(self.fd)
+
+    def _vouch(self) -> bool:
+        """Append the frame that says: everything before me was synced."""
+        words = self.page.words
+        session = Session(self)
+        try:
+            session.append([_records.pack_clean()], flags=VOUCH)
+            session.tx  # noqa: B018  applied here, so that the index is level when it closes
+            session.finish()
+            self.log.sync()
+        except (OSError, LockedError):
+            session.abort()
+            return False
+        words[COMMIT] = words[CLEAN_AT] = words[TAIL]
+        return True
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited. Nothing is unlocked, written or waited
+        for; locks belong to the open file, which the parent still has.
+        """
+        self.forked = True
+        self.closed = True
+        self.waker.abandon()
+        self.index.close(sync=False)
+        self.page.close()
+        _files.close(self.fd)

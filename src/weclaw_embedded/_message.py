@@ -1,0 +1,377 @@
+"""A leased message as its handler sees it, and the transaction that settles several at once.
+
+Role: bodies are read and decoded here, lazily and outside every lock; settling goes to
+`_delivery` under the lock. A message keeps the bytes of its record, not a place in the file: what
+became of the file's space is nothing to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from . import _clock, _codecs, _delivery, _records, _values
+from ._records import META_CODEC, META_HEADERS, META_ID, META_KEY, META_SKEW_US, NEVER
+from .errors import ClosedError, DiskFullError, LeaseLostError
+
+if TYPE_CHECKING:
+    from ._delivery import Lease
+    from .queue import Queue
+
+T = TypeVar("T")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_UNREAD: Final = object()
+_COPIED_BYTES: Final = 1 << 16
+
+
+def to_datetime(us: int) -> datetime:
+    """Microseconds since 1970 as an aware datetime in UTC."""
+    return _EPOCH + timedelta(microseconds=us)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as the reason of a failure: its type and text."""
+    text = str(error)
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
+
+
+def clip(reason: str | None, default: str) -> str:
+    """A reason within its limit, and writable as UTF-8."""
+    if reason is None:
+        return default
+    if not isinstance(reason, str):
+        raise TypeError(f"reason must be a str or None, not {reason!r}; nothing was changed")
+    raw = reason.encode("utf-8", "backslashreplace")
+    return raw[: _delivery.MAX_REASON_BYTES].decode("utf-8", "ignore")
+
+
+class Content:
+    """What a Put record says, read once: the parts of a message that never change."""
+
+    __slots__ = ("_body", "_data", "codec", "enqueued_us", "id", "meta", "offset", "priority")
+
+    def __init__(self, record: bytes | memoryview, offset: int, salt: int, time_us: int) -> None:
+        put = _records.unpack_put(record)
+        self.offset = offset
+        self.priority = put.priority
+        self.codec = put.codec
+        self.meta = put.meta
+        self.enqueued_us = time_us + put.meta.get(META_SKEW_US, 0)
+        given = put.meta.get(META_ID)
+        self.id: str = f"{offset:012x}{salt & 0xFFFFFFFF:08x}" if given is None else given
+        # A small body is a copy, so that it does not keep the part of the file it was in alive.
+        self._data = bytes(put.body) if len(put.body) <= _COPIED_BYTES else put.body
+        self._body: Any = _UNREAD
+
+    def body(self, codec: _codecs.AnyCodec) -> Any:
+        """The decoded body, decoded once. Raises SerializationError."""
+        if self._body is _UNREAD:
+            self._body = _codecs.decode(
+                self.codec, self.meta.get(META_CODEC), self._data, codec=codec
+            )
+        return self._body
+
+    @property
+    def key(self) -> str | None:
+        return self.meta.get(META_KEY)
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        packed = self.meta.get(META_HEADERS)
+        return _values.unpack_value(packed) if packed else {}
+
+
+class Message:
+    """One delivery of one message, leased to this process.
+
+    Any thread may read it and settle it; the first settling wins. `ack`, `nack` and `fail` return
+    when they are as durable as the handle's `flush` promises, `release` and `extend` when they are
+    written. All of them raise `LeaseLostError` when the lease is over, and then change nothing;
+    `StoreFailedError` leaves a settling in doubt.
+    """
+
+    __slots__ = ("__weakref__", "_content", "_lease", "_queue", "_renewing", "_was_forked")
+
+    def __init__(self, queue: Queue, content: Content, lease: Lease | None) -> None:
+        self._queue = queue
+        self._content = content
+        self._lease = lease
+        self._renewing: _Renewal | None = None
+
+    def __repr__(self) -> str:
+        return f"<Message {self.id} of {self.topic!r}, delivery {self.delivery_count}>"
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def body(self) -> Any:
+        """The body, equal to what was put. Raises `SerializationError` if it can't be decoded; the
+        message can be settled all the same.
+        """
+        return self._content.body(self._queue._codec)
+
+    def __getitem__(self, key: Any) -> Any:
+        """`msg["prompt"]` is `msg.body["prompt"]`."""
+        return self.body[key]
+
+    @property
+    def id(self) -> str:
+        return self._content.id
+
+    @property
+    def key(self) -> str | None:
+        return self._content.key
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """What was given at put; `{}` when nothing was."""
+        return self._content.headers
+
+    @property
+    def priority(self) -> int:
+        return self._content.priority
+
+    @property
+    def topic(self) -> str:
+        return self._queue.topic
+
+    @property
+    def offset(self) -> int:
+        """The message's place in the log, for ever; grows with every put to the file."""
+        return self._content.offset
+
+    @property
+    def enqueued_at(self) -> datetime:
+        """When it was put, in UTC."""
+        return to_datetime(self._content.enqueued_us)
+
+    @property
+    def retry_count(self) -> int:
+        """Failed deliveries before this one."""
+        return 0 if self._lease is None else self._lease.retry
+
+    @property
+    def delivery_count(self) -> int:
+        """Times it was handed over, this one included; 0 when only looked at."""
+        return 0 if self._lease is None else self._lease.delivery
+
+    @property
+    def crash_count(self) -> int:
+        """Deliveries that ended with the death of their process."""
+        return 0 if self._lease is None else self._lease.crash
+
+    @property
+    def lease_expires_at(self) -> datetime | None:
+        """When the lease runs out, in UTC; None when it does not or there is none."""
+        lease = self._lease
+        if lease is None or lease.deadline_ns >= NEVER:
+            return None
+        ahead_ns = lease.deadline_ns - _clock.monotonic_ns()
+        return to_datetime(_clock.wall_us() + ahead_ns // 1000)
+
+    # -- settling ----------------------------------------------------------------------------------
+
+    def ack(self, result: Any = None) -> None:
+        """Done: never delivered again in this group. `result` is kept with it in the same step,
+        for `Queue.result`. Raises `SerializationError` for a result that msgpack can't keep, then
+        the message is still held.
+        """
+        packed = b"" if result is None else _values.pack_value(result, "result")
+        queue = self._queue
+        self._settle(_delivery.ack, packed, queue._policy)
+
+    def nack(
+        self, backoff: float | None = None, reason: str | None = None, *, count: bool = True
+    ) -> None:
+        """Failed: delivered again after `backoff` seconds (None: what the retry policy says), or
+        moved to the dead letters when that was the last retry. `count=False` waits the same and
+        burns no retry.
+        """
+        from ._options import check_seconds
+
+        if backoff is not None:
+            backoff = check_seconds("backoff", backoff)
+        queue = self._queue
+        died = self._settle(
+            _delivery.nack,
+            queue._address.retry,
+            backoff,
+            clip(reason, "nack"),
+            bool(count),
+            queue._consumer,
+            queue._policy,
+        )
+        if died:
+            queue._tell_dead([self.offset])
+
+    def fail(self, reason: str | None = None) -> None:
+        """Straight to the dead letters, whatever retries are left."""
+        queue = self._queue
+        self._settle(_delivery.fail, clip(reason, "failed"), queue._consumer, queue._policy)
+        queue._tell_dead([self.offset])
+
+    def release(self) -> None:
+        """Not now: ready for the next consumer at once, no retry counted."""
+        self._settle(_delivery.release)
+
+    def extend(self, seconds: float | None = None) -> None:
+        """Count the lease anew from now, for `seconds` (None: as long as it was given)."""
+        from ._options import check_seconds
+
+        lease = self._held()
+        if seconds is None:
+            seconds = lease.visibility_s
+        else:
+            seconds = check_seconds("seconds", seconds, positive=True)
+        self._settle(_delivery.extend, seconds)
+
+    def _held(self) -> Lease:
+        lease = self._lease
+        if lease is None:
+            raise LeaseLostError(
+                f"message {self.id} was only looked at, not taken; nothing was changed; get() it"
+            )
+        return lease
+
+    def _settle(self, operation: Callable[..., T], *args: Any) -> T:
+        lease = self._held()
+        engine = lease.engine
+        if engine.forked:
+            raise LeaseLostError(
+                f"message {self.id} is held by the parent process; nothing was changed"
+            )
+        try:
+            return engine.execute(operation, lease, *args)
+        except DiskFullError:
+            lease.over = False  # nothing was written: it is still held
+            engine.held.setdefault((lease.gid, lease.offset), lease)
+            raise
+        except ClosedError:
+            if lease.over:
+                raise LeaseLostError(f"message {self.id} was settled already") from None
+            raise
+
+    # -- with --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Message:
+        lease = self._held()
+        if lease.visibility_s is not None and self._renewing is None:
+            self._renewing = _Renewal(self, lease)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        renewing, self._renewing = self._renewing, None
+        if renewing is not None:
+            renewing.stop()
+        if self._held().over:
+            return
+        if error is None:
+            self.ack()
+            return
+        try:
+            if isinstance(error, Exception):
+                self.nack(reason=describe(error))
+            else:
+                self.release()
+        except LeaseLostError:
+            # The error that ended the block is the one to be seen; the message comes back anyway.
+            return
+
+
+class _Renewal:
+    """Extends a lease at each third of its length until stopped, on the engine's timer."""
+
+    def __init__(self, message: Message, lease: Lease) -> None:
+        assert lease.visibility_s is not None
+        self._message = message
+        self._seconds = lease.visibility_s
+        self._engine = lease.engine
+        self._stopped = threading.Event()
+        self._plan()
+
+    def _plan(self) -> None:
+        self._engine.timer.call_at(time.monotonic() + self._seconds / 3, self._renew)
+
+    def _renew(self) -> None:
+        if self._stopped.is_set():
+            return
+        try:
+            self._message.extend(self._seconds)
+        except DiskFullError:
+            pass  # tried again in a third of the lease
+        except Exception:  # noqa: BLE001  lost, closed or failed: whoever settles it is told
+            return
+        self._plan()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+class Transaction:
+    """Acks, results and puts over topics of one file as one step; see `Queue.transaction`."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._acks: list[tuple[Lease, bytes]] = []
+        self._puts: list[tuple[_delivery.Address, _delivery.Encoded]] = []
+        self._over = False
+        self.ids: list[str] = []
+        """The ids of what was put, in order, once the block has ended."""
+
+    def ack(self, msg: Message, result: Any = None) -> None:
+        """Settle `msg` when the block ends. Raises as `Message.ack` does, at the end for leases."""
+        self._open()
+        if not isinstance(msg, Message):
+            raise TypeError(f"ack takes a Message, not {msg!r}; nothing was changed")
+        lease = msg._held()
+        if lease.engine is not self._queue._engine:
+            raise ValueError("the message is of another file; a transaction is within one file")
+        self._acks.append((lease, b"" if result is None else _values.pack_value(result, "result")))
+
+    def put(
+        self,
+        body: Any,
+        *,
+        topic: str | None = None,
+        id: str | None = None,
+        key: str | None = None,
+        priority: int = 0,
+        delay: float = 0.0,
+        eta: datetime | None = None,
+        ttl: float | None = None,
+        headers: dict[str, Any] | None = None,
+    ) -> None:
+        """Put when the block ends; arguments as for `Queue.put`, `topic` defaults to the queue's.
+        `maxsize` does not hold a transaction up.
+        """
+        self._open()
+        queue = self._queue
+        message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
+        self._puts.append((queue._address_of(topic), message))
+
+    def _open(self) -> None:
+        if self._over:
+            raise ClosedError("the transaction has ended; nothing was added; begin another")
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over = True
+        if error is None:
+            self.ids = self._queue._commit(self._acks, self._puts)

@@ -1,0 +1,388 @@
+"""Opening a file: create it, attach to those who have it open, or recover it for all to come.
+
+Role: everything that happens once for each process, before the first message moves. The order is
+always the same: the file, its *in use* lock, the shared page, the log, the index, an owner slot.
+
+Invariants:
+
+* Whoever gets *in use* exclusively is alone, and is the only one who may make the scratch folder,
+  recover the log, or delete the index. Everybody else holds it shared and finds these ready.
+* The first opener believes the log and nothing else. The page gives it the commit point and a
+  failure, both of which only make it more careful; the index is used when nothing below it can
+  have been lost, and is deleted unopened otherwise (opening a torn one can end the process).
+
+It must not know what messages are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from . import _clock, _files
+from ._format import HEADER_BYTES, FileHeader, unpack_header
+from ._index import FILE_NAME, LOCK_NAME, Index
+from ._shared import (
+    DEAD_SEQ,
+    FAILED,
+    FIRST_SYNC,
+    MAX_OWNERS,
+    SYNC_HIGH,
+    SharedPage,
+)
+from .errors import LockedError, StorageError, StoreFailedError
+from .wal import COMMIT, TAIL, Log, Recovery
+
+# Bytes past the largest offset of the log, so that no lock ever covers data.
+LOCKS_AT: Final = 1 << 62
+IN_USE: Final = LOCKS_AT
+WRITE: Final = LOCKS_AT + 1
+RECEIVER: Final = LOCKS_AT + 2  # a replica's receiver, and promote
+OWNER: Final = LOCKS_AT + 16
+
+PAGE_NAME: Final = "page"
+INDEX_NAME: Final = "index"
+CLEAN_NAME: Final = "clean"
+_LMDB_MAGIC: Final = 0xBEEFC0DE
+
+
+@dataclass
+class Opened:
+    """What a store needs to work; all of it is closed by the store."""
+
+    path: str
+    fd: int
+    header: FileHeader
+    directory: str
+    page: SharedPage
+    log: Log
+    index: Index
+    slot: int
+    token: int
+    recovery: Recovery | None  # of the first opener
+    rebuild: bool  # the index is empty and must be folded from the log
+
+
+def scratch_of(path: str) -> str:
+    return path + ".d"
+
+
+def open_shared(path: str, segment_bytes: int | None, default_segment_bytes: int) -> Opened:
+    """Open `path` to read and write, making it if there is none or an empty one.
+
+    Blocks while another process recovers the file. Raises what contract 2 and 9 name.
+    """
+    refuse_network(path)
+    while True:
+        if is_new(path):
+            create(path, segment_bytes or default_segment_bytes)
+        fd = _files.open_rw(path)
+        try:
+            opened = _open_fd(path, fd, segment_bytes)
+        except BaseException:
+            _files.close(fd)
+            raise
+        if opened is not None:
+            return opened
+        _files.close(fd)  # the name got another file meanwhile: begin again
+
+
+def refuse_network(path: str) -> None:
+    if _files.is_network_file_system(os.path.dirname(path) or "."):
+        raise StorageError(
+            f"{path} is on a network file system, where locks and shared memory do not hold; "
+            "nothing was touched; use a local disk, or open it with readonly=True"
+        )
+
+
+def is_new(path: str) -> bool:
+    """True for a missing or an empty file."""
+    try:
+        return os.stat(path).st_size == 0
+    except FileNotFoundError:
+        return True
+
+
+def create(path: str, segment_bytes: int) -> None:
+    """Make a new queue file whole; somebody else's, if he was first, is left alone."""
+    with contextlib.suppress(FileExistsError):
+        Log.create(
+            path,
+            segment_bytes=segment_bytes,
+            store_id=secrets.token_bytes(16),
+            created_us=_clock.wall_us(),
+        )
+
+
+def read_header(fd: int, path: str) -> FileHeader:
+    """What the file says about itself. Raises NotAQueueError, FormatVersionError, CorruptError."""
+    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
+
+
+def _open_fd(path: str, fd: int, segment_bytes: int | None) -> Opened | None:
+    header = read_header(fd, path)
+    if segment_bytes is not None and segment_bytes != header.segment_bytes:
+        raise ValueError(
+            f"segment_bytes={segment_bytes} but {path} was made with {header.segment_bytes}; "
+            "nothing was changed; leave it out"
+        )
+    first = _files.try_lock(fd, IN_USE, True)
+    if not first:
+        _files.lock(fd, IN_USE, False)
+    if _current_identity(path) != _files.identity(fd):
+        return None
+    directory = scratch_of(path)
+    page = None if first else attach_page(directory, fd, header)
+    if page is None or page.words[FAILED]:
+        # Made only by one who is alone: others may still work with what was here before.
+        if not first:
+            # Not the conversion of the shared lock, which two could wait for at once.
+            _files.unlock(fd, IN_USE)
+            if not _files.try_lock(fd, IN_USE, True):
+                _refuse_attach(path, page)
+        return _open_first(path, fd, header, directory)
+    log = Log(fd, header, page)
+    index = Index.open(os.path.join(directory, INDEX_NAME), create=False)
+    slot, token = take_owner_slot(fd, page)
+    return Opened(path, fd, header, directory, page, log, index, slot, token, None, False)
+
+
+def _refuse_attach(path: str, page: SharedPage | None) -> None:
+    if page is None:
+        raise LockedError(
+            f"the scratch folder {scratch_of(path)} was deleted or replaced while processes have "
+            f"{path} open; what they confirmed is in the file; open it again once they have closed"
+        )
+    raise StoreFailedError(
+        f"a write or sync of {path} has failed and processes still have it open; what was "
+        "confirmed before is safe; open it again once all of them have closed"
+    )
+
+
+def _current_identity(path: str) -> tuple[int, int, int] | None:
+    try:
+        return _files.identity(path)
+    except OSError:
+        return None
+
+
+def attach_page(
+    directory: str, fd: int, header: FileHeader, *, writable: bool = True
+) -> SharedPage | None:
+    """The page of those who have the file open, or None when there is none that is theirs."""
+    try:
+        page = SharedPage(os.path.join(directory, PAGE_NAME), writable=writable)
+    except (OSError, ValueError):
+        return None
+    if page.belongs_to(
+        header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd)
+    ):
+        return page
+    page.close()
+    return None
+
+
+def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opened:
+    """Recover the file for everybody. The caller holds *in use* exclusively."""
+    old = attach_page(directory, fd, header)
+    same_boot = old is not None
+    failed = old is not None and bool(old.words[FAILED])
+    commit = 0 if old is None else old.words[COMMIT]
+    if old is not None:
+        old.close()
+    _make_directory(directory, fd)
+    page = SharedPage.create(os.path.join(directory, PAGE_NAME), fd)
+    index: Index | None = None
+    try:
+        page.stamp(header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd))
+        _remove_pipes(directory)
+        log = Log(fd, header, page)
+        index, recovery = _recover(directory, log, commit, same_boot, failed)
+        rebuild = index is None
+        if index is None:
+            _delete_index(directory)
+            index = Index.open(os.path.join(directory, INDEX_NAME), create=True)
+        for name in os.listdir(os.path.join(directory, INDEX_NAME)):
+            _files.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
+        _set_clock(page, log)
+        slot, token = take_owner_slot(fd, page)
+        _files.lock(fd, IN_USE, False)
+    except BaseException:
+        page.close()
+        if index is not None:
+            index.close(sync=False)
+        raise
+    return Opened(path, fd, header, directory, page, log, index, slot, token, recovery, rebuild)
+
+
+def _recover(
+    directory: str, log: Log, commit: int, same_boot: bool, failed: bool
+) -> tuple[Index | None, Recovery]:
+    """Find the log's end, and an index that may be believed."""
+    index_directory = os.path.join(directory, INDEX_NAME)
+    index = _believable_index(index_directory, same_boot and not failed)
+    recovery = log.recover(
+        commit=commit,
+        cache_is_true=same_boot and not failed,
+        whole=index is None,
+        failed=failed,
+    )
+    words = log.state.words
+    if words[COMMIT] < words[TAIL]:
+        log.sync()
+        words[COMMIT] = words[TAIL]
+    words[SYNC_HIGH] = words[FIRST_SYNC] = 0
+    if index is not None and not _index_matches(index, log):
+        index.close(sync=False)
+        index = None
+        if not recovery.whole:
+            recovery = log.recover(commit=words[COMMIT], cache_is_true=True, whole=True)
+    return index, recovery
+
+
+def _believable_index(directory: str, same_boot: bool) -> Index | None:
+    """Open the index if nothing in it can have been lost or changed by others."""
+    data = os.path.join(directory, FILE_NAME)
+    mark = read_clean_mark(directory)
+    # The mark is of the state on disk now. Once we write, it must not be found after a power cut.
+    _files.unlink(os.path.join(directory, CLEAN_NAME))
+    try:
+        found = os.stat(data)
+        _files.sync_dir(directory)
+    except OSError:
+        return None
+    if mark is not None:
+        believed = mark == (found.st_ino, found.st_mtime_ns, found.st_size)
+    else:
+        believed = same_boot
+    if not believed or not _looks_like_lmdb(data, found.st_size):
+        return None
+    # Nobody else has it open: readers and locks of the dead go with the lock file.
+    _files.unlink(os.path.join(directory, LOCK_NAME))
+    try:
+        return Index.open(directory, create=False)
+    except OSError:
+        return None
+
+
+def _looks_like_lmdb(path: str, size: int) -> bool:
+    """Check both meta pages by hand; LMDB itself may end the process over a torn file."""
+    fd = _files.open_ro(path)
+    try:
+        head = _files.read_at(fd, 8192, 0)
+    finally:
+        _files.close(fd)
+    if len(head) < 8192:
+        return False
+    for at in (16, 4096 + 16):
+        magic, _version = struct.unpack_from("<II", head, at)
+        # Meta: magic, version, address, map size, two databases of 48 bytes, last page, txn id.
+        last_page, _txn = struct.unpack_from("<QQ", head, at + 24 + 96)
+        if magic != _LMDB_MAGIC or (last_page + 1) * 4096 > size:
+            return False
+    return True
+
+
+def _index_matches(index: Index, log: Log) -> bool:
+    """Whether the index was folded from this very log, up to a place the log still knows."""
+    try:
+        tx = index.write()
+    except OSError:
+        return False
+    try:
+        return log.ends_with(tx.applied, tx.last_crc)
+    finally:
+        tx.abort()
+
+
+def _make_directory(directory: str, fd: int) -> None:
+    try:
+        os.mkdir(directory, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(directory):
+            raise StorageError(
+                f"{directory} is not a folder, but is where the scratch of the queue belongs; "
+                "nothing was touched; move it away"
+            ) from None
+    _files.match_owner_and_mode(directory, fd)
+
+
+def _remove_pipes(directory: str) -> None:
+    for name in os.listdir(directory):
+        if name.startswith("wake-"):
+            _files.unlink(os.path.join(directory, name))
+
+
+def _delete_index(directory: str) -> None:
+    path = os.path.join(directory, INDEX_NAME)
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        _files.unlink(path)
+    os.mkdir(path, 0o700)
+    parent = _files.open_ro(directory)
+    try:
+        _files.match_owner_and_mode(path, parent)
+    finally:
+        _files.close(parent)
+
+
+def _set_clock(page: SharedPage, log: Log) -> None:
+    """Begin this boot's queue time: like the wall clock, but never before the last frame's."""
+    page.shift = max(_clock.wall_us(), log.last_time_us()) - _clock.boottime_us()
+
+
+def take_owner_slot(fd: int, page: SharedPage) -> tuple[int, int]:
+    """Lock a free owner slot and put a random token there."""
+    token = secrets.randbits(63) | 1
+    _files.lock(fd, WRITE, True)
+    try:
+        for want_free in (True, False):
+            for slot in range(MAX_OWNERS):
+                if bool(page.token(slot)) is want_free or not _files.try_lock(
+                    fd, OWNER + slot, True
+                ):
+                    continue
+                if not want_free:
+                    # Its last owner died and nobody noticed; whoever gets next will, by this.
+                    page.words[DEAD_SEQ] += 1
+                page.set_token(slot, token)
+                return slot, token
+    finally:
+        _files.unlock(fd, WRITE)
+    raise LockedError(
+        f"{MAX_OWNERS} processes have this file open, which is the limit; nothing was changed; "
+        "close some of them"
+    )
+
+
+def write_clean_mark(directory: str) -> None:
+    """Note that the index was synced and closed by the last process; it survives a reboot."""
+    found = os.stat(os.path.join(directory, FILE_NAME))
+    data = struct.pack("<QQQ", found.st_ino, found.st_mtime_ns, found.st_size)
+    path = os.path.join(directory, CLEAN_NAME)
+    fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        _files.write_at(fd, [data], 0)
+        _files.sync_data(fd)
+    finally:
+        _files.close(fd)
+    os.rename(path + ".new", path)
+    _files.sync_dir(directory)
+
+
+def read_clean_mark(directory: str) -> tuple[int, int, int] | None:
+    try:
+        with open(os.path.join(directory, CLEAN_NAME), "rb") as file:
+            data = file.read(64)
+    except OSError:
+        return None
+    if len(data) != 24:
+        return None
+    inode, mtime, size = struct.unpack("<QQQ", data)
+    return inode, mtime, size

@@ -1,0 +1,290 @@
+"""Questions about messages and groups, answered under the write lock from the index.
+
+Role: status, results, counts, peek, replay's choice. Each function is an operation for
+`Engine.execute`. None changes what a message is, except that what ended by itself (leases run out,
+deaths, expiries) is judged first, so that an answer is true at the moment it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from . import _delivery, _records
+from ._delivery import Address, place
+from ._engine import SYNC, Session
+from ._index import GroupState
+from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD
+from ._shared import mask_of
+from ._wake import Waiter
+from .errors import CorruptError
+
+_OWN_ID_DIGITS: Final = 20
+_HEX: Final = frozenset("0123456789abcdef")
+
+
+class Stats(NamedTuple):
+    """One moment's truth about a topic as one group sees it; see `Queue.stats`."""
+
+    ready: int
+    """May be delivered now; leases of dead processes are among them."""
+    delayed: int
+    """Wait for their time, a retry, or an earlier message of their key."""
+    leased: int
+    dead: int
+    """Dead letters."""
+    settled: int
+    """Acked since the group began."""
+    oldest_age_s: float
+    """Age of the oldest message not settled; 0.0 when there is none."""
+    retries: int
+    """Failed deliveries since the group began."""
+    replica_lag: int | None
+    """Bytes the replica is behind; 0 when level, None without a replica."""
+    file_bytes: int
+    reclaimable_bytes: int
+    """Space of the file that is free for reuse."""
+    damaged: int
+    """Places of the file that could not be read and were set aside."""
+
+
+class GroupInfo(NamedTuple):
+    """One group of a file; see `Store.groups`."""
+
+    topic: str
+    group: str
+    ready: int
+    delayed: int
+    leased: int
+    dead: int
+    settled: int
+    offset: int
+    """Everything before it is settled in this group."""
+    paused: bool
+
+
+def find(session: Session, tid: int, id: str) -> int | None:
+    """The offset of the message with this id, given by the caller or made by us, while it is kept
+    in the topic.
+    """
+    tx = session.tx
+    offset = tx.find_id(tid, id)
+    if offset is not None:
+        return offset
+    if len(id) != _OWN_ID_DIGITS or not _HEX.issuperset(id):
+        return None
+    offset, salt = int(id[:12], 16), int(id[12:], 16)
+    log = session.log
+    if offset >= log.pending_tail:
+        return None
+    if offset < log.head_offset:
+        carried = tx.location(offset)
+        if carried is None or carried.tid != tid or carried.salt & 0xFFFFFFFF != salt:
+            return None
+    else:
+        try:
+            if log.salt(offset) & 0xFFFFFFFF != salt or not _is_put(
+                session.engine.put_and_time(offset)[0], tid
+            ):
+                return None
+        except (LookupError, ValueError, CorruptError):
+            return None
+    return offset
+
+
+def _is_put(record: Any, tid: int) -> bool:
+    try:
+        put = _records.unpack_put(record)
+    except ValueError:
+        return False
+    return put.tid == tid and _records.META_ID not in put.meta
+
+
+def is_dead(session: Session, gid: int, offset: int) -> bool:
+    row = session.tx.row(gid, offset)
+    return row is not None and row.state == STATE_DEAD
+
+
+def swept(session: Session, address: Address, dead: list[int]) -> GroupState | None:
+    """The group, or the template of one not begun yet, with all judged that ended by itself."""
+    group = _delivery.seen_by(session, address)
+    if group is not None and group.gid == address.gid:
+        session.engine.bury(session, session.engine.dead_owners(everyone=True))
+        _delivery.sweep(session, group, address.retry, dead)
+    elif group is not None:
+        session.tx.move_due(group, session.now_us)
+    return group
+
+
+def stats(session: Session, address: Address, dead: list[int]) -> Stats:
+    group = swept(session, address, dead)
+    log = session.log
+    tx = session.tx
+    file_bytes, free_bytes = log.file_bytes(), log.free_bytes()
+    common = (
+        session.engine.replica_lag(),
+        file_bytes,
+        free_bytes,
+        len(tx.damage()),
+    )
+    if group is None:
+        return Stats(0, 0, 0, 0, 0, 0.0, 0, *common)
+    return Stats(
+        tx.ready_count(group),
+        group.n_wait + group.n_parked,
+        group.n_leased,
+        group.n_dead,
+        group.settled,
+        _oldest_age_s(session, group),
+        group.retries,
+        *common,
+    )
+
+
+def _oldest_age_s(session: Session, group: GroupState) -> float:
+    offset = session.tx.oldest(group)
+    if offset is None:
+        return 0.0
+    location, _ = place(session, offset)
+    put_us = session.engine.put_and_time(location)[1]
+    return max(0.0, (session.now_us - put_us) / 1e6)
+
+
+def status(session: Session, address: Address, id: str, dead: list[int]) -> str:
+    """One of "ready delayed leased done dead unknown"."""
+    topic = session.tx.topic(address.topic)
+    group = None if topic is None else swept(session, address, dead)
+    if topic is None or group is None:
+        return "unknown"
+    offset = find(session, topic.tid, id)
+    if offset is None:
+        return "unknown"
+    return state_of(session, group, offset)
+
+
+def state_of(session: Session, group: GroupState, offset: int) -> str:
+    def priority_of(offset: int) -> int:
+        put = _records.unpack_put(session.engine.put_and_time(place(session, offset)[0])[0])
+        return put.priority
+
+    state = session.tx.state(group, offset, priority_of)
+    return state if state in ("ready", "delayed", "leased", "done", "dead") else "unknown"
+
+
+class Outcome(NamedTuple):
+    state: str
+    offset: int
+    ack_at: int | None
+
+
+def outcome(
+    session: Session, address: Address, id: str, dead: list[int], waiter: Waiter | None
+) -> Outcome:
+    """What `result` needs: the state, and where the ACK with the result is. `waiter` is
+    registered when the message is not settled yet.
+    """
+    topic = session.tx.topic(address.topic)
+    group = None if topic is None else swept(session, address, dead)
+    offset = None if topic is None or group is None else find(session, topic.tid, id)
+    if group is None or offset is None:
+        return Outcome("unknown", -1, None)
+    state = state_of(session, group, offset)
+    ack_at = session.tx.result_at(group.gid, offset) if state == "done" else None
+    if waiter is not None and state in ("ready", "delayed", "leased"):
+        _delivery.wait_settled(session, group.tid, waiter)
+    return Outcome(state, offset, ack_at)
+
+
+def cancel(session: Session, address: Address, id: str, policy: int) -> bool:
+    topic = session.tx.topic(address.topic)
+    offset = None if topic is None else find(session, topic.tid, id)
+    if topic is None or offset is None:
+        return False
+    for group in session.tx.groups(topic.tid):
+        if state_of(session, group, offset) not in ("ready", "delayed"):
+            return False
+    session.append([_records.pack_cancel(topic.tid, [offset])], policy)
+    session.must_sync |= policy >= SYNC
+    session.settled |= mask_of(topic.tid)
+    session.ready |= mask_of(topic.tid)
+    return True
+
+
+def purge(session: Session, address: Address, policy: int) -> int:
+    group = _delivery.group_of(session, address)
+    count = _delivery.waiting_in(session.tx, group)
+    if count:
+        session.append([_records.pack_purge(group.gid)], policy)
+        session.must_sync |= policy >= SYNC
+        session.settled |= mask_of(group.tid)
+        session.ready |= mask_of(group.tid)
+    return count
+
+
+def pause(session: Session, address: Address, seconds: float, reason: str, policy: int) -> None:
+    """`seconds` 0 resumes."""
+    group = _delivery.group_of(session, address)
+    until_us = session.now_us + int(seconds * 1e6) if seconds else 0
+    session.append([_records.pack_pause(group.gid, until_us, reason)], policy)
+    session.must_sync |= policy >= SYNC
+    session.ready |= mask_of(group.tid)
+
+
+def groups(session: Session) -> list[GroupInfo]:
+    tx = session.tx
+    found = []
+    for group in tx.groups(None):
+        topic = tx.topic_by_id(group.tid)
+        found.append(
+            GroupInfo(
+                topic.name if topic is not None else f"#{group.tid}",
+                group.name or f"#{group.gid}",
+                tx.ready_count(group),
+                group.n_wait + group.n_parked,
+                group.n_leased,
+                group.n_dead,
+                group.settled,
+                tx.first_unsettled(group),
+                group.paused_until_us > session.now_us,
+            )
+        )
+    return sorted(found)
+
+
+class Candidate(NamedTuple):
+    """A kept message that a replay may choose."""
+
+    offset: int
+    priority: int
+    keyhash: bytes
+    ttl_us: int
+
+    def priority_of(self, offset: int) -> int:
+        """What the index asks for when it has no row."""
+        return self.priority
+
+
+def candidate(offset: int, record: Any, tid: int, keyhash_of: Any) -> Candidate | None:
+    """What a replay needs of a record of the log; None unless it is a Put of the topic."""
+    if record[0] != _records.PUT:
+        return None
+    put = _records.unpack_put(record)
+    if put.tid != tid:
+        return None
+    key = put.meta.get(META_KEY)
+    ttl = put.meta.get(META_TTL_US, 0) if META_EXPIRY_US in put.meta else 0
+    return Candidate(offset, put.priority, keyhash_of(key) if key is not None else b"", ttl)
+
+
+def replay(session: Session, address: Address, candidates: list[Candidate], policy: int) -> int:
+    """Make those of the candidates flow again that are settled in the group."""
+    group = _delivery.group_of(session, address)
+    items = [
+        (one.offset, one.priority, one.keyhash, session.now_us + one.ttl_us if one.ttl_us else 0)
+        for one in candidates
+        if session.tx.state(group, one.offset, one.priority_of) == "done"
+    ]
+    if items:
+        session.append([_records.pack_replay(group.gid, items)], policy)
+        session.must_sync |= policy >= SYNC
+        session.ready |= mask_of(group.tid)
+    return len(items)

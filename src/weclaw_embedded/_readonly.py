@@ -1,0 +1,206 @@
+"""Looking at a file without changing anything: not the file, not what lies beside it.
+
+Role: an engine for `readonly=True`. Its index is its own, in a temporary folder, folded from the
+log; it follows the file when others write to it. Works on a read-only mount, and needs none of
+the scratch folder, which it reads only to learn whose leases are those of living processes.
+
+What it judges (leases run out, deaths, expiries) is judged in a transaction that is dropped, so
+its answers are what a writer would say at that moment, and nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, TypeVar
+
+from typing_extensions import ParamSpec
+
+from . import _clock, _files
+from ._engine import Engine, Record, Session
+from ._index import Index, Tx
+from ._opening import IN_USE, OWNER, PAGE_NAME, attach_page, read_header, scratch_of
+from ._shared import DEAD_SEQ, SHIFT
+from ._wake import Timer
+from .errors import ClosedError, StorageError
+from .wal import TAIL, Log, LogState
+
+T = TypeVar("T")
+P = ParamSpec("P")
+_WORDS = 512
+
+
+class _Page(LogState):
+    """What a looker knows of the shared page: private words, and the owners that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = memoryview(bytearray(8 * _WORDS)).cast("Q")
+        self.living: list[tuple[int, int]] = []
+
+    def owners(self) -> Iterator[tuple[int, int]]:
+        return iter(self.living)
+
+    def visible(self, tail: int) -> int:
+        return tail
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Session(Session):
+    """A session that can only look."""
+
+    __slots__ = ()
+
+    def append(self, records: Sequence[Record], policy: int = 0, **_: Any) -> list[int]:
+        raise StorageError(
+            f"{self.engine.path} was opened with readonly=True; nothing was changed; open it "
+            "without to change it"
+        )
+
+    def judge(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.tx.apply(self.page.words[TAIL], self.now_us, b"".join(record))
+
+    @property
+    def tx(self) -> Tx:
+        assert self._tx is not None, "opened by execute"
+        return self._tx
+
+
+class ReadonlyEngine(Engine):
+    """See the module. Offers what looking needs of `Engine`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.directory = scratch_of(path)
+        self.fd = _files.open_ro(path)
+        try:
+            self.header = read_header(self.fd, path)
+            # So that nobody takes us for absent who wants the file for himself.
+            _files.try_lock(self.fd, IN_USE, False)
+            self._looked = _Page()
+            self.page = self._looked  # type: ignore[assignment]  # the part of it that looking needs
+            self.log = Log(self.fd, self.header, self._looked, readonly=True)
+            self._own = tempfile.mkdtemp(prefix="weclaw-")
+        except BaseException:
+            _files.close(self.fd)
+            raise
+        self.index = Index.open(self._own, create=True)
+        self.timer = Timer("weclaw-timer")
+        self.held = {}
+        self.handles = 1
+        self.slot = -1
+        self.token = 0
+        self.forked = self.closed = False
+        self._lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._pid = os.getpid()
+        self._head = -1
+        self.known_options = {}
+        self.options_seen = -1
+
+    def execute(
+        self,
+        operation: Callable[Concatenate[Session, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run `operation` on what the file says now, and drop what it judged."""
+        with self._lock:
+            if self.closed:
+                raise ClosedError(f"{self.path} is closed; open it again")
+            self._follow()
+            session = _Session(self)
+            session._tx = self.index.write()
+            try:
+                return operation(session, *args, **kwargs)
+            finally:
+                session._tx.abort()
+                session._tx = None
+
+    def _follow(self) -> None:
+        """Find the end of the log as it is now and fold what is new into the index."""
+        words = self._looked.words
+        before = words[TAIL]
+        self.log.recover(commit=before, cache_is_true=True, whole=self._head < 0, failed=False)
+        self._look_at_owners()
+        head = self.log.head_offset
+        tx = self.index.write()
+        try:
+            if self._head < 0 or tx.applied < head or words[TAIL] < before:
+                tx.abort()
+                self._begin_anew()
+                tx = self.index.write()
+                self.fold_all(tx)
+            else:
+                self.catch_up(tx)
+            tx.commit(words[TAIL], 0)
+        except BaseException:
+            tx.abort()
+            raise
+        self._head = head
+
+    def _begin_anew(self) -> None:
+        self.index.close(sync=False)
+        shutil.rmtree(self._own)
+        os.mkdir(self._own)
+        self.index = Index.open(self._own, create=True)
+
+    def _look_at_owners(self) -> None:
+        words = self._looked.words
+        words[DEAD_SEQ] += 1  # look through all leases each time
+        self._looked.living = []
+        self.shift = max(_clock.wall_us(), self.log.last_time_us()) - _clock.boottime_us()
+        if not os.access(os.path.join(self.directory, PAGE_NAME), os.R_OK):
+            return
+        page = attach_page(self.directory, self.fd, self.header, writable=False)
+        if page is None:
+            return
+        self.shift = page.shift
+        words[SHIFT] = page.words[SHIFT]
+        self._looked.living = [
+            (slot, token)
+            for slot, token in page.owners()
+            if _files.is_locked(self.fd, OWNER + slot)
+        ]
+        page.close()
+
+    def dead_owners(self, everyone: bool) -> list[int]:
+        return []
+
+    def bury(self, session: Session, slots: list[int]) -> None:
+        """The dead are simply not among the living here."""
+
+    def flush(self) -> None:
+        """Nothing is written, so nothing is to be flushed."""
+
+    def close(self) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self.timer.close()
+            self.index.close(sync=False)
+            shutil.rmtree(self._own, ignore_errors=True)
+            _files.close(self.fd)
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self.forked = self.closed = True
+        self.index.close(sync=False)
+        _files.close(self.fd)
+
+
+def open_readonly(path: str) -> ReadonlyEngine:
+    """Open the file to look at it. Raises StorageError if there is none, NotAQueueError and
+    FormatVersionError as the other way of opening does.
+    """
+    real = os.path.realpath(path)
+    if not os.path.exists(real):
+        raise StorageError(f"{path} does not exist; nothing was made, because of readonly=True")
+    return ReadonlyEngine(real)

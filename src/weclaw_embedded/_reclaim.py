@@ -1,0 +1,120 @@
+"""Giving space back: free the oldest segments, carrying up the few messages that still live there.
+
+Role: one step frees at most one segment; `Engine.maintain` takes a few at a time. It happens with
+no call from the user: when a segment is begun, soon after messages were settled, when the file is
+opened, and when a put finds no room.
+
+Invariants:
+
+* Oldest first, never the segment of the tail, never one that a backup or the replica still reads.
+* Nothing is lost: a live message goes to the end of the log whole (CARRY), and what is not a
+  message (groups, pauses, options) stands in a CHECKPOINT later than the segment that is freed.
+  Both are written before the segment is freed, and are on stable storage before its slot is used
+  again (`_segments`).
+* Work is bounded: a segment of which much lives is carried only if that is what keeps the file
+  from shrinking, that is when less than half of all that is kept lives.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from . import _records
+from ._delivery import place
+from ._engine import Engine, Session
+from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
+from ._index import Tx
+from .errors import CorruptError
+from .wal import HEAD, LAST
+
+# More live messages than this are not carried out of one segment in one step.
+_MAX_CARRIED: Final = 20_000
+_STEPS: Final = 8
+_CARRY_EXTRA_BYTES: Final = 200  # what a CARRY says besides the message
+
+
+def step(session: Session, force: bool) -> bool:
+    """Free the oldest segment if nothing needs it. `force`: retention does not hold it.
+
+    True when it was freed, so that another step may be worth it.
+    """
+    log = session.log
+    words = log.state.words
+    segment = words[HEAD]
+    if segment >= words[LAST] or session.page.pinned() <= segment:
+        return False
+    start = segment << log.bits
+    end = log.frames_end(segment) or (segment + 1) << log.bits
+    tx = session.tx
+    if not force and _is_retained(session, tx, segment, end):
+        return False
+    live = tx.live_in(start, (segment + 1) << log.bits)
+    records = _carries(session, tx, live)
+    if records is None:
+        return False
+    checkpoint = log.checkpoint()
+    if not checkpoint or checkpoint >> log.bits <= segment:
+        # In a frame of its own, which begins with it: that is how a rebuild finds it.
+        session.append([_records.pack_checkpoint(tx.checkpoint_state())], flags=CHECKPOINT_FRAME)
+    if records:
+        session.append(records)
+    session.after_write.append(lambda: log.free(segment))
+    tx.drop_below((segment + 1) << log.bits)
+    return True
+
+
+def _is_retained(session: Session, tx: Tx, segment: int, end: int) -> bool:
+    """Whether retention, by age and by size, still wants the settled messages of the segment."""
+    age_s, size_bytes = session.option("retention"), session.option("retention_bytes")
+    if age_s is not None and session.now_us - session.log.end_time_us(segment) > age_s * 1e6:
+        return False
+    if size_bytes is None:
+        return age_s is None or age_s > 0
+    kept_after = session.log.pending_tail - end
+    return bool(kept_after <= size_bytes + tx.live_bytes())
+
+
+def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record] | None:
+    """The records that carry the live messages up, or None when that is not worth it now."""
+    if not live:
+        return []
+    engine = session.engine
+    log = session.log
+    puts: list[tuple[int, bytes, int]] = []
+    n_bytes = 0
+    for offset in live:
+        try:
+            record, time_us = engine.put_and_time(place(session, offset)[0])
+        except CorruptError:
+            continue  # nothing to carry; it is reported where it is read
+        put = bytes(record)
+        puts.append((offset, put, time_us))
+        n_bytes += len(put) + ENVELOPE_BYTES + PART_BYTES + _CARRY_EXTRA_BYTES
+    kept = log.pending_tail - log.head_offset
+    few = n_bytes <= log.segment_bytes // 2 and len(live) <= _MAX_CARRIED
+    if not few and not tx.live_bytes() + 2 * log.segment_bytes < kept // 2:
+        return None
+    return [
+        _records.pack_carry(
+            tx.carried_state(
+                offset,
+                put=put,
+                salt=place(session, offset)[1],
+                time_us=time_us,
+                result=lambda gid, location: engine.result_bytes(location, gid),
+            )
+        )
+        for offset, put, time_us in puts
+    ]
+
+
+def maintain(engine: Engine, *, force: bool = False) -> bool:
+    """Free what can be freed and give space back, a bounded amount. True when more may follow."""
+    freed = 0
+    while freed < _STEPS and engine.execute(step, force):
+        freed += 1
+    if freed:
+        # Before slots are used again, the records that freed them must be on stable storage.
+        engine.flush()
+    engine.execute(lambda session: session.log.trim())
+    return freed == _STEPS

@@ -1,0 +1,94 @@
+"""One engine for each file of this process, and what happens to them at a fork and at the end.
+
+Role: handles ask here for the engine of a path and give it back here. LMDB and locks both break
+when a process opens a file twice, so nobody else may make an engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+
+from ._engine import Engine
+from ._opening import open_shared
+
+_engines: dict[tuple[int, int], Engine] = {}
+_registry_lock = threading.RLock()
+
+
+def acquire(path: str, segment_bytes: int | None, default_segment_bytes: int) -> Engine:
+    """The engine of the file at `path`, opened if this process does not have it yet."""
+    real = os.path.realpath(path)
+    with _registry_lock:
+        with contextlib.suppress(OSError):
+            found = os.stat(real)
+            engine = _engines.get((found.st_dev, found.st_ino))
+            if engine is not None and found.st_size:
+                if segment_bytes not in (None, engine.header.segment_bytes):
+                    raise ValueError(
+                        f"segment_bytes={segment_bytes} but {path} was made with "
+                        f"{engine.header.segment_bytes}; nothing was changed; leave it out"
+                    )
+                engine.handles += 1
+                return engine
+        engine = Engine(open_shared(real, segment_bytes, default_segment_bytes))
+        found = os.fstat(engine.fd)
+        _engines[found.st_dev, found.st_ino] = engine
+        engine.handles = 1
+        return engine
+
+
+def release(engine: Engine) -> None:
+    """Give one handle's share back; the last one closes the file."""
+    with _registry_lock:
+        engine.handles -= 1
+        if engine.handles > 0 or engine.forked:
+            return
+        for key in [key for key, value in _engines.items() if value is engine]:
+            del _engines[key]
+        engine.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A normal end of the interpreter hands leases back and flushes."""
+    with _registry_lock:
+        engines = list(_engines.values())
+        _engines.clear()
+    for engine in engines:
+        with contextlib.suppress(Exception):
+            engine.close()
+
+
+def _before_fork() -> None:
+    # No thread may be inside LMDB or the log while memory is copied: the child would find a
+    # transaction that is not its own, and closing it would release the parent's lock.
+    _registry_lock.acquire()
+    for engine in _engines.values():
+        engine._lock.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    for engine in _engines.values():
+        engine._lock.release()
+    _registry_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _registry_lock
+    _registry_lock = threading.RLock()
+    engines = list(_engines.values())
+    _engines.clear()
+    for engine in engines:
+        engine._lock = threading.Lock()
+        engine._sync_lock = threading.Lock()
+        engine.abandon()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

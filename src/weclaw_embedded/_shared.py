@@ -1,0 +1,251 @@
+"""The shared page: what the processes with one file open tell each other.
+
+Role: one small mapped file in the scratch folder. It holds the words of the log (tail, commit
+point, segments), the clock's shift, a failure once there is one, and one slot for each owner:
+its random token and what it waits for.
+
+Invariants: every word is changed only by the holder of the write lock; a word is eight aligned
+bytes, so a reader without the lock sees the old or the new value, never a mixture. The page is
+derived: the first opener of a boot makes it anew, and the first opener of any later round takes
+nothing from it that the log does not confirm.
+
+It knows nothing of messages, and nothing of what the words mean to the log.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+from . import _files
+from .wal import COMMIT, LogState
+
+PAGE_VERSION: Final = 1
+MAX_OWNERS: Final = 1024
+SLOTS_STEP: Final = 1024
+
+# Words after those of the log (wal.py owns 0 to 15).
+MAGIC = 16
+STORE_ID = 17  # two words
+BOOT_ID = 19  # two words
+SHIFT = 21  # queue time = boot time + SHIFT, microseconds, signed
+FAILED = 22  # 1 once a write or sync has failed
+SYNC_HIGH = 23  # end of the last frame that was promised a sync and holds a Put
+FIRST_SYNC = 24  # start of the first such frame not yet below the commit point
+DEAD_SEQ = 25  # changes whenever an owner is found dead
+WAITERS = 26  # owners that wait for something
+OWNERS_HIGH = 27  # slots ever used
+NONCE = 28  # of this page
+LOG_DEVICE = 29
+LOG_INODE = 30
+LOG_BIRTH = 31
+DISK = 32  # diskseq or mount id of the file's disk
+CHECKED = 33  # 1 once the page is complete
+OPTIONS_SEQ = 35  # changes with every option recorded
+CLEAN_AT = 34  # the tail just after the last frame that vouches
+WORDS_BYTES: Final = 4096
+
+_OWNER_WORDS: Final = 8  # token, ready mask, settled mask, pinned segment + 1, 4 free
+_OWNERS_BYTES: Final = MAX_OWNERS * _OWNER_WORDS * 8
+_SLOTS_AT: Final = WORDS_BYTES + _OWNERS_BYTES
+_MAGIC_WORD: Final = int.from_bytes(b"wqpage" + PAGE_VERSION.to_bytes(2, "little"), "little")
+_MASK64: Final = (1 << 64) - 1
+
+TOKEN, READY, SETTLED, PINNED = range(4)
+
+
+class SharedPage(LogState):
+    """The words of one store, mapped. Also the `LogState` its `Log` works on."""
+
+    def __init__(self, path: str, *, writable: bool = True) -> None:
+        self.path = path
+        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._fd = _files.open_rw(path) if writable else _files.open_ro(path)
+        try:
+            size = os.fstat(self._fd).st_size
+            if size < _SLOTS_AT + 8 * SLOTS_STEP or (size - _SLOTS_AT) % 8:
+                raise ValueError("the shared page has a wrong size")
+            self._map = mmap.mmap(self._fd, _SLOTS_AT, access=self._access)
+            self.words = memoryview(self._map).cast("Q")
+            self._slots_map: mmap.mmap | None = None
+            self.slots = memoryview(b"").cast("Q")
+            self.refresh_slots()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        found = os.fstat(self._fd)
+        self.identity = (found.st_dev, found.st_ino)
+        self._owners_at = WORDS_BYTES // 8
+
+    @staticmethod
+    def create(path: str, like_fd: int) -> SharedPage:
+        """Make the page anew, empty; the caller has the file for itself.
+
+        A new file rather than an old one overwritten: a process that was left behind with the old
+        page mapped must not see this one's words.
+        """
+        temporary = f"{path}.new"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _files.zero_fill(fd, 0, _SLOTS_AT + 8 * SLOTS_STEP)
+            _files.match_owner_and_mode(temporary, like_fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        return SharedPage(path)
+
+    def stamp(
+        self, store_id: bytes, boot_id: bytes, identity: tuple[int, int, int], disk: int
+    ) -> None:
+        """Say whose page this is."""
+        words = self.words
+        words[MAGIC] = _MAGIC_WORD
+        words[STORE_ID], words[STORE_ID + 1] = struct.unpack("<QQ", store_id)
+        words[BOOT_ID], words[BOOT_ID + 1] = struct.unpack("<QQ", boot_id)
+        words[LOG_DEVICE], words[LOG_INODE], words[LOG_BIRTH] = (n & _MASK64 for n in identity)
+        words[DISK] = disk & _MASK64
+        words[DEAD_SEQ] = secrets.randbits(62)
+        words[NONCE] = secrets.randbits(62)
+        words[CHECKED] = 1
+
+    def belongs_to(
+        self, store_id: bytes, boot_id: bytes, identity: tuple[int, int, int], disk: int
+    ) -> bool:
+        """True when this page was made in this boot for this very file."""
+        words = self.words
+        return (
+            words[MAGIC] == _MAGIC_WORD
+            and words[CHECKED] == 1
+            and struct.pack("<QQ", words[STORE_ID], words[STORE_ID + 1]) == store_id
+            and struct.pack("<QQ", words[BOOT_ID], words[BOOT_ID + 1]) == boot_id
+            and (words[LOG_DEVICE], words[LOG_INODE], words[LOG_BIRTH])
+            == tuple(n & _MASK64 for n in identity)
+            and words[DISK] == disk & _MASK64
+            and words[OWNERS_HIGH] <= MAX_OWNERS
+        )
+
+    # -- the slot table, which grows with the file -------------------------------------------
+
+    def refresh_slots(self) -> None:
+        """Map what the slot table has grown to."""
+        n_bytes = os.fstat(self._fd).st_size - _SLOTS_AT
+        if n_bytes == len(self.slots) * 8:
+            return
+        fresh = mmap.mmap(self._fd, n_bytes, access=self._access, offset=_SLOTS_AT)
+        self.slots = memoryview(fresh).cast("Q")
+        self._slots_map = fresh
+
+    def grow_slots(self, n: int) -> None:
+        """Make room for at least `n` slots. The caller holds the write lock."""
+        if n <= len(self.slots):
+            return
+        rounded = -(-n // SLOTS_STEP) * SLOTS_STEP
+        have = _SLOTS_AT + len(self.slots) * 8
+        _files.zero_fill(self._fd, have, _SLOTS_AT + rounded * 8 - have)
+        self.refresh_slots()
+
+    # -- the visible point ---------------------------------------------------------------------
+
+    @property
+    def shift(self) -> int:
+        value = self.words[SHIFT]
+        return value - (1 << 64) if value >> 63 else value
+
+    @shift.setter
+    def shift(self, value: int) -> None:
+        self.words[SHIFT] = value & _MASK64
+
+    def promise_sync(self, start: int, end: int) -> None:
+        """Note a frame with Puts that was promised a sync. The caller holds the write lock."""
+        words = self.words
+        if words[COMMIT] >= words[SYNC_HIGH]:
+            words[FIRST_SYNC] = start
+        words[SYNC_HIGH] = end
+
+    def visible(self, tail: int) -> int:
+        """Puts below this offset may be delivered: each is as durable as it was promised."""
+        words = self.words
+        commit = words[COMMIT]
+        if commit >= words[SYNC_HIGH]:
+            return tail
+        return max(commit, words[FIRST_SYNC])
+
+    # -- owners ----------------------------------------------------------------------------------
+
+    def owners(self) -> Iterator[tuple[int, int]]:
+        """(slot, token) of every owner that has a token, living or dead."""
+        words = self.words
+        for slot in range(words[OWNERS_HIGH]):
+            token = words[self._owners_at + slot * _OWNER_WORDS]
+            if token:
+                yield slot, token
+
+    def token(self, slot: int) -> int:
+        return self.words[self._owners_at + slot * _OWNER_WORDS]
+
+    def set_token(self, slot: int, token: int) -> None:
+        """Give or clear the token of a slot. The caller holds the write lock."""
+        at = self._owners_at + slot * _OWNER_WORDS
+        words = self.words
+        if words[at + READY] or words[at + SETTLED]:
+            words[WAITERS] -= 1
+        words[at + READY] = words[at + SETTLED] = words[at + PINNED] = 0
+        words[at] = token
+        if token and slot >= words[OWNERS_HIGH]:
+            words[OWNERS_HIGH] = slot + 1
+
+    def wait_for(self, slot: int, kind: int, mask: int) -> None:
+        """Note that the owner of `slot` waits. The caller holds the write lock."""
+        at = self._owners_at + slot * _OWNER_WORDS
+        words = self.words
+        if not (words[at + READY] or words[at + SETTLED]):
+            words[WAITERS] += 1
+        words[at + kind] |= mask
+
+    def take_waiting(self, kind: int, mask: int) -> list[int]:
+        """Slots that wait for this; they are no longer marked. The caller holds the write lock."""
+        words = self.words
+        found = []
+        for slot in range(words[OWNERS_HIGH]):
+            at = self._owners_at + slot * _OWNER_WORDS
+            if words[at + kind] & mask:
+                words[at + kind] = 0
+                if not (words[at + READY] or words[at + SETTLED]):
+                    words[WAITERS] -= 1
+                found.append(slot)
+        return found
+
+    def pin(self, slot: int, segment: int | None) -> None:
+        """Keep this segment and all later ones from being freed (None: no more), for as long as
+        the owner of `slot` lives. The caller holds the write lock.
+        """
+        self.words[self._owners_at + slot * _OWNER_WORDS + PINNED] = (
+            0 if segment is None else segment + 1
+        )
+
+    def pinned(self) -> int:
+        """The first segment that some owner still reads; past all segments when none does."""
+        words = self.words
+        pins = [words[self._owners_at + slot * _OWNER_WORDS + PINNED] for slot, _ in self.owners()]
+        return min((pin for pin in pins if pin), default=(1 << 63) + 1) - 1
+
+    def is_in_place(self) -> bool:
+        """False once the scratch folder was deleted, moved or replaced."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self.identity
+
+    def close(self) -> None:
+        """Unmap. Views that a log still holds keep the mapping alive until they are gone."""
+        os.close(self._fd)
+
+
+def mask_of(tid: int) -> int:
+    """The bit of a topic in a waiting mask; two topics may share one, which only wakes in vain."""
+    return 1 << (tid & 63)

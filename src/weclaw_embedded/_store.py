@@ -1,0 +1,235 @@
+"""`Store`: one open file as its user holds it. Options of the file, its queues, its upkeep.
+
+Role: a handle. What it opens is shared by all handles of the process (`_engine`); closing one
+leaves the others. Options that belong to the file are recorded in the log and seen by everybody.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import _queries, _records, _registry
+from ._engine import POLICIES, SYNC, Engine, Session
+from ._format import DEFAULT_SEGMENT_BYTES
+from ._options import (
+    UNSET,
+    StoreOptions,
+    Unset,
+    check_name,
+    queue_options,
+    store_options,
+)
+from ._queries import GroupInfo
+from ._shared import mask_of
+from .errors import ClosedError, StorageError
+from .queue import Queue
+
+if TYPE_CHECKING:
+    from ._codecs import AnyCodec
+    from ._options import RetryPolicy
+
+T = TypeVar("T")
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    flush: str | Unset = UNSET,
+    flush_interval_ms: float | Unset = UNSET,
+    flush_messages: int | Unset = UNSET,
+    retention: float | Unset | None = UNSET,
+    retention_bytes: int | Unset | None = UNSET,
+    max_bytes: int | Unset | None = UNSET,
+    max_message_bytes: int | Unset = UNSET,
+    segment_bytes: int | Unset | None = UNSET,
+    codec: AnyCodec | Unset = UNSET,
+    replica: Any = UNSET,
+    sync_replica: bool | Unset = UNSET,
+    replica_timeout: float | Unset = UNSET,
+    readonly: bool | Unset = UNSET,
+    consumer: str | Unset | None = UNSET,
+) -> Store:
+    """Open the file at `path`, making it if there is none or an empty one.
+
+    An argument goes before the environment, that before what the file records, that before the
+    default. Opening a file again in one process shares what is open.
+
+    Args:
+        flush: When a put is answered: "sync" (default) on stable storage; "batch" written, synced
+            within `flush_interval_ms` or `flush_messages`; "os" written, synced when the system
+            does. All survive kill -9.
+        retention: Seconds that settled messages are kept (None: no limit by age).
+        retention_bytes: Bytes of settled messages that are kept (None: no limit by size).
+        max_bytes: Size of the file at which `put` waits for room.
+        max_message_bytes: Largest encoded message, for all openers.
+        segment_bytes: Of a new file: a power of two from 64 KiB, default 1 MiB.
+        codec: How this handle writes bodies: "msgpack", "json", "raw", "pickle", or an object
+            with encode and decode.
+        readonly: Look only; works on a read-only mount and makes no file.
+        consumer: A name shown in failures and statistics.
+
+    Raises:
+        ValueError, TypeError: bad or conflicting options; no file was made.
+        NotAQueueError, FormatVersionError: not ours, or newer than this release; not touched.
+        LockedError, StoreFailedError: others have the file open in a way that excludes this.
+        StorageError, DiskFullError: it can't be opened or made.
+    """
+    arguments = {name: value for name, value in locals().items() if name != "path"}
+    return Store(
+        path, store_options(arguments), {k: v for k, v in arguments.items() if v is not UNSET}
+    )
+
+
+class Store:
+    """One open file; made by `open`. Any thread may use it; see `Queue` for forks."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], options: StoreOptions, arguments: dict[str, Any]
+    ) -> None:
+        self._closed = True  # until it is open, for __del__
+        self.path = os.path.abspath(os.fsdecode(path))
+        self._options = options
+        self._arguments = arguments
+        self.readonly = options.readonly
+        self._consumer = options.consumer or f"{socket.gethostname()}:{os.getpid()}"
+        self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+        self._shared = self._open_engine()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Store {self.path}>"
+
+    def _open_engine(self) -> Engine:
+        if self.readonly:
+            from ._readonly import open_readonly
+
+            return open_readonly(self.path)
+        engine = _registry.acquire(self.path, self._options.segment_bytes, DEFAULT_SEGMENT_BYTES)
+        try:
+            engine.adopt(self._options, self._consumer)
+        except BaseException:
+            _registry.release(engine)
+            raise
+        return engine
+
+    @property
+    def _engine(self) -> Engine:
+        if self._closed:
+            raise ClosedError(f"{self.path} is closed; nothing was changed; open it again")
+        engine = self._shared
+        if engine.forked:
+            # This is a child: what it inherited is closed, so it opens the file for itself.
+            engine = self._shared = self._open_engine()
+        return engine
+
+    def _run(self, operation: Callable[..., T], *args: Any) -> T:
+        return self._engine.execute(operation, *args)
+
+    def queue(
+        self,
+        topic: str = "default",
+        *,
+        group: str | Unset = UNSET,
+        maxsize: int | Unset = UNSET,
+        visibility_timeout: float | Unset | None = UNSET,
+        retry: RetryPolicy | Unset = UNSET,
+        on_dead: Callable[..., Any] | Unset | None = UNSET,
+        start: str | int | Unset = UNSET,
+    ) -> Queue:
+        """A topic of this file as one group sees it; arguments as for `Queue`."""
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        options = queue_options(arguments)
+        self._engine  # noqa: B018  a closed store says so
+        queue = Queue._of(self, options)
+        self._queues.add(queue)
+        return queue
+
+    def _forget(self, queue: Queue) -> None:
+        self._queues.discard(queue)
+
+    def groups(self) -> list[GroupInfo]:
+        """Every group of every topic, sorted by topic and name."""
+        return self._run(_queries.groups)
+
+    def drop_group(self, name: str, topic: str = "default") -> bool:
+        """Forget a group with its position and dead letters; it no longer keeps anything from
+        being freed. False if there is none. What its consumers hold is lost to them.
+        """
+        gid = _records.group_id(check_name("topic", topic), check_name("name", name))
+        policy = POLICIES[self._options.flush]
+
+        def drop(session: Session) -> bool:
+            group = session.tx.group(gid)
+            if group is None:
+                return False
+            session.append([_records.pack_group_drop(gid)], policy)
+            session.must_sync |= policy >= SYNC
+            session.settled |= mask_of(group.tid)
+            for key in [key for key in session.engine.held if key[0] == gid]:
+                session.engine.held.pop(key).over = True
+            return True
+
+        return self._writable().execute(drop)
+
+    def _writable(self) -> Engine:
+        engine = self._engine
+        if self.readonly:
+            raise StorageError(
+                f"{self.path} was opened with readonly=True; nothing was changed; open it without"
+            )
+        return engine
+
+    def flush(self) -> None:
+        """Everything written so far is on stable storage when this returns."""
+        self._engine.flush()
+
+    def verify(self) -> list[tuple[int, str]]:
+        """Check every byte that is kept: a list of (offset, reason), empty when all is good.
+        Writes nothing; takes as long as reading the file.
+        """
+        return self._engine.verify()
+
+    def close(self) -> None:
+        """Close this handle and its queues. The last handle of the process hands leases back
+        uncounted and flushes. Closing twice does nothing; raises nothing after a failure.
+        """
+        if self._closed:
+            return
+        for queue in list(self._queues):
+            queue._closed = True
+        self._closed = True
+        self._shared.forsake(self._options)
+        _registry.release(self._shared)
+
+    def _drop(self) -> None:
+        """Close what was dropped open, from a thread that holds no lock: the garbage collector
+        may run in the middle of anything.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        engine = self._shared
+        if not engine.forked:
+            engine.timer.call_at(0.0, lambda: _registry.release(engine))
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+            self._drop()

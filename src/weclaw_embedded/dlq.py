@@ -1,0 +1,371 @@
+"""Dead letters: what a topic and group have given up, kept until somebody decides.
+
+Role: look, redrive, purge, export. A letter is the message itself with its history; the log keeps
+its body for as long as it is a letter, whatever retention says. The move to the dead letters is
+made in `_delivery` and `Message`; this module only reads it and undoes it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from itertools import islice
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+
+from . import _records
+from ._engine import SYNC
+from ._message import Content, to_datetime
+from ._options import check_count
+from ._queries import is_dead
+from ._records import META_TTL_US
+from ._shared import mask_of
+
+if TYPE_CHECKING:
+    from ._engine import Session
+    from ._index import Row
+    from .queue import Queue
+
+# Letters of one REDRIVE or PURGE_DEAD record, so that a frame stays small.
+_BATCH: Final = 10_000
+_FIELDS: Final = (
+    "id",
+    "topic",
+    "group",
+    "key",
+    "priority",
+    "reason",
+    "retry_count",
+    "delivery_count",
+    "crash_count",
+    "redrive_count",
+    "enqueued_at",
+    "died_at",
+    "headers",
+    "failures",
+    "body",
+)
+
+
+class Failure(NamedTuple):
+    """One failed delivery: when (UTC), why, and the name of the consumer that had it."""
+
+    time: datetime
+    reason: str
+    consumer: str
+
+
+class DeadLetter:
+    """A message that was given up, with its history. A value: it does not follow later changes."""
+
+    __slots__ = ("_codec", "_content", "_died_us", "_failures", "_row", "group", "reason", "topic")
+
+    def __init__(self, queue: Queue, content: Content, row: Row, reason: str, died_us: int) -> None:
+        self._codec = queue._codec
+        self._content = content
+        self._row = row
+        self._failures = tuple(Failure(to_datetime(t), why, who) for t, why, who in row.failures)
+        self._died_us = died_us
+        self.reason = reason
+        self.topic = queue.topic
+        self.group = queue.group
+
+    def __repr__(self) -> str:
+        return f"<DeadLetter {self.id} of {self.topic!r}: {self.reason}>"
+
+    @property
+    def body(self) -> Any:
+        """The whole body. Raises `SerializationError` if it can't be decoded."""
+        return self._content.body(self._codec)
+
+    @property
+    def id(self) -> str:
+        return self._content.id
+
+    @property
+    def key(self) -> str | None:
+        return self._content.key
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        return self._content.headers
+
+    @property
+    def priority(self) -> int:
+        return self._content.priority
+
+    @property
+    def offset(self) -> int:
+        return self._content.offset
+
+    @property
+    def retry_count(self) -> int:
+        """Retries it had since it was put or last redriven."""
+        return self._row.retry
+
+    @property
+    def delivery_count(self) -> int:
+        return self._row.delivery
+
+    @property
+    def crash_count(self) -> int:
+        return self._row.crash
+
+    @property
+    def redrive_count(self) -> int:
+        return self._row.redrive
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The last 20 failed deliveries, oldest first."""
+        return self._failures
+
+    @property
+    def enqueued_at(self) -> datetime:
+        return to_datetime(self._content.enqueued_us)
+
+    @property
+    def died_at(self) -> datetime:
+        return to_datetime(self._died_us)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as values that JSON can write; a body it can't write is given by its text."""
+        values = {name: _jsonable(getattr(self, name)) for name in _FIELDS if name != "body"}
+        try:
+            values["body"] = _jsonable(self.body)
+        except ValueError as error:
+            values["body"] = None
+            values["body_error"] = str(error)
+        return values
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Failure):
+        return {name: _jsonable(part) for name, part in value._asdict().items()}
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return value
+
+
+class DeadLetterQueue:
+    """The dead letters of one topic and group: `Queue.dlq`. Any thread may use it."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def __len__(self) -> int:
+        def count(session: Session) -> int:
+            group = self._queue._swept(session)
+            return 0 if group is None else group.n_dead
+
+        return self._queue._run(count)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[DeadLetter]:
+        """Every letter, in the order of their puts. Letters that come or go meanwhile may or may
+        not be among them.
+        """
+        after: int | None = None
+        while True:
+            found = self._load(after, 100)
+            yield from found
+            if len(found) < 100:
+                return
+            after = found[-1].offset
+
+    def peek(self, n: int = 1) -> list[DeadLetter]:
+        """The first `n` letters; nothing is changed."""
+        return list(islice(self, check_count("n", n, 0)))
+
+    def get(self, id: str) -> DeadLetter:
+        """The letter with this id. Raises `KeyError` if there is none."""
+        queue = self._queue
+
+        def find(session: Session) -> int | None:
+            group = queue._swept(session)
+            offset = queue._find(session, id)
+            if group is None or offset is None or not is_dead(session, group.gid, offset):
+                return None
+            return offset
+
+        offset = queue._run(find)
+        if offset is None:
+            raise KeyError(id)
+        return self._at(offset)
+
+    def _at(self, offset: int) -> DeadLetter:
+        found = self._load(offset - 1, 1)
+        if not found or found[0].offset != offset:
+            raise KeyError(offset)
+        return found[0]
+
+    def _load(self, after: int | None, n: int) -> list[DeadLetter]:
+        queue = self._queue
+
+        def look(session: Session) -> list[tuple[Any, ...]]:
+            group = queue._swept(session)
+            if group is None:
+                return []
+            rows = islice(session.tx.dead(group.gid, after), n)
+            return [(queue._place(session, row[0]), *row) for row in rows]
+
+        letters = []
+        for (location, salt), offset, row, reason, died_us in queue._run(look):
+            content = queue._read(offset, location, salt)
+            if content is not None:
+                letters.append(DeadLetter(queue, content, row, reason, died_us))
+        return letters
+
+    def redrive(self, ids: Iterable[str] | None = None, *, limit: int | None = None) -> int:
+        """Make letters ready again: these, or all, at most `limit`. Returns how many.
+
+        A redriven message keeps its id and history, has its retries and crashes anew, a `ttl`
+        counted from now, and goes to the end of the queue and of its key. Ids that are no letters
+        are passed over.
+        """
+        wanted = _as_ids(ids)
+        if limit is not None:
+            limit = check_count("limit", limit, 0)
+        queue = self._queue
+        policy = queue._policy
+        done = 0
+        while limit is None or done < limit:
+            room = _BATCH if limit is None else min(_BATCH, limit - done)
+            batch = self._offsets(wanted, room)
+            if not batch:
+                break
+            ttls = {offset: self._ttl_us(offset) for offset in batch}
+
+            def redrive(session: Session, ttls: dict[int, int] = ttls) -> int:
+                group = queue._swept(session)
+                if group is None:
+                    return 0
+                items = [
+                    (offset, session.now_us + ttl if ttl else 0)
+                    for offset, ttl in ttls.items()
+                    if is_dead(session, group.gid, offset)
+                ]
+                if items:
+                    session.append([_records.pack_redrive(group.gid, items)], policy)
+                    session.must_sync |= policy >= SYNC
+                    session.ready |= mask_of(group.tid)
+                    session.settled |= mask_of(group.tid)
+                return len(items)
+
+            done += queue._run(redrive)
+            if wanted is not None:
+                break
+        return done
+
+    def _ttl_us(self, offset: int) -> int:
+        try:
+            return int(self._at(offset)._content.meta.get(META_TTL_US, 0))
+        except KeyError:
+            return 0
+
+    def _offsets(self, wanted: list[str] | None, n: int) -> list[int]:
+        queue = self._queue
+
+        def look(session: Session) -> list[int]:
+            group = queue._swept(session)
+            if group is None:
+                return []
+            if wanted is None:
+                return [row[0] for row in islice(session.tx.dead(group.gid), n)]
+            found = dict.fromkeys(queue._find(session, one) for one in wanted)
+            return [
+                offset
+                for offset in found
+                if offset is not None and is_dead(session, group.gid, offset)
+            ][:n]
+
+        return queue._run(look)
+
+    def purge(self, ids: Iterable[str] | None = None) -> int:
+        """Throw letters away for good: these, or all. Returns how many; their ids are free."""
+        wanted = _as_ids(ids)
+        queue = self._queue
+        policy = queue._policy
+        done = 0
+        while True:
+            batch = self._offsets(wanted, _BATCH if wanted is None else len(wanted))
+            if not batch:
+                return done
+
+            def purge(session: Session, batch: list[int] = batch) -> int:
+                group = queue._swept(session)
+                if group is None:
+                    return 0
+                gone = [offset for offset in batch if is_dead(session, group.gid, offset)]
+                if gone:
+                    session.append([_records.pack_purge_dead(group.gid, gone)], policy)
+                    session.must_sync |= policy >= SYNC
+                    session.settled |= mask_of(group.tid)
+                return len(gone)
+
+            done += queue._run(purge)
+            if wanted is not None:
+                return done
+
+    def export(self, path: str | os.PathLike[str], format: str = "jsonl") -> int:
+        """Write every letter to `path` ("jsonl": one JSON object a line; "csv"). Returns how many.
+
+        The file appears whole, under its name only when it is complete.
+        """
+        if format not in ("jsonl", "csv"):
+            raise ValueError(
+                f"format must be 'jsonl' or 'csv', not {format!r}; nothing was written"
+            )
+        target = os.fspath(path)
+        temporary = f"{target}.part"
+        done = 0
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            write = _csv_writer(file) if format == "csv" else _jsonl_writer(file)
+            for letter in self:
+                write(letter.to_dict())
+                done += 1
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        return done
+
+
+def _jsonl_writer(file: IO[str]) -> Any:
+    def write(values: dict[str, Any]) -> None:
+        file.write(json.dumps(values, ensure_ascii=False, default=str) + "\n")
+
+    return write
+
+
+def _csv_writer(file: IO[str]) -> Any:
+    writer = csv.DictWriter(file, [*_FIELDS, "body_error"], restval="")
+    writer.writeheader()
+
+    def write(values: dict[str, Any]) -> None:
+        for name in ("headers", "failures", "body"):
+            values[name] = json.dumps(values[name], ensure_ascii=False, default=str)
+        writer.writerow(values)
+
+    return write
+
+
+def _as_ids(ids: Iterable[str] | None) -> list[str] | None:
+    if ids is None:
+        return None
+    if isinstance(ids, str):
+        raise TypeError(f"ids takes several ids, not one str; nothing was changed; use [{ids!r}]")
+    wanted = list(ids)
+    for one in wanted:
+        if not isinstance(one, str):
+            raise TypeError(f"an id is a str, not {one!r}; nothing was changed")
+    return wanted

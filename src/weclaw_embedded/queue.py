@@ -1,0 +1,799 @@
+"""`Queue`: one topic of one file, seen by one consumer group.
+
+Role: the names a user meets. Arguments are checked and bodies encoded here, before any lock;
+waiting happens here, after the lock is given back; everything between is an operation of
+`_delivery` or `_queries`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from . import _codecs, _delivery, _queries, _values
+from ._delivery import Address, Encoded, Lease, NoRoom, Taken, new_waiter
+from ._engine import POLICIES, Engine, Session
+from ._message import Content, Message, Transaction, clip
+from ._options import (
+    UNSET,
+    QueueOptions,
+    Unset,
+    check_count,
+    check_name,
+    check_seconds,
+    check_timeout,
+    queue_options,
+)
+from ._queries import Stats
+from ._records import group_id, key_hash
+from ._shared import READY, SETTLED
+from ._wake import Waiter
+from .dlq import DeadLetterQueue
+from .errors import (
+    ClosedError,
+    CorruptError,
+    DeadLetterError,
+    Empty,
+    Full,
+    OffsetTrimmedError,
+)
+
+if TYPE_CHECKING:
+    from ._options import RetryPolicy
+    from ._store import Store
+
+T = TypeVar("T")
+logger = logging.getLogger("weclaw_embedded")
+
+MAX_ID_BYTES: Final = 1024
+MAX_KEY_BYTES: Final = 65536
+_REPLAY_BATCH: Final = 50_000
+# A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
+_LONGEST_SLEEP_S: Final = 60.0
+
+
+class Put:
+    """A message for `Queue.put_many`, with what `Queue.put` takes besides the body."""
+
+    __slots__ = ("body", "delay", "eta", "headers", "id", "key", "priority", "ttl")
+
+    def __init__(
+        self,
+        body: Any,
+        *,
+        id: str | None = None,
+        key: str | None = None,
+        priority: int = 0,
+        delay: float = 0.0,
+        eta: datetime | None = None,
+        ttl: float | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.body = body
+        self.id = id
+        self.key = key
+        self.priority = priority
+        self.delay = delay
+        self.eta = eta
+        self.ttl = ttl
+        self.headers = headers
+
+    def __repr__(self) -> str:
+        return f"Put({self.body!r}, id={self.id!r}, key={self.key!r}, priority={self.priority})"
+
+
+class Queue:
+    """One topic of a file as one consumer group sees it.
+
+    `Queue(path)` opens the file (made if it is missing) and the topic in one step; `Store.queue`
+    opens further topics and groups of a file. All methods may be called from any thread and any
+    process; none may be called from a signal handler. A forked child's queue opens itself anew on
+    first use; a pickled one opens its path where it is unpickled.
+
+    Args:
+        path: The file. What lies beside it (`path` + ".d") is scratch.
+        topic: Which messages; topics of a file share nothing but the file.
+        group: Each group gets every message of the topic; its consumers share them.
+        maxsize: `put` waits while so many messages are ready or delayed in this group; 0: no limit.
+        visibility_timeout: Seconds a lease lasts by default; None: until settled or the process
+            dies.
+        retry: What happens after failed deliveries.
+        on_dead: Called with each `DeadLetter` that this process makes of this queue.
+        start: Where the group begins if it does not exist: "earliest" (default, on first get),
+            "latest" or an offset; given explicitly, the group begins now.
+        **options: Those of `weclaw_embedded.open`.
+
+    Raises:
+        ValueError, TypeError: bad options; no file was made.
+        NotAQueueError, FormatVersionError, LockedError, StorageError: the file can't be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        topic: str = "default",
+        *,
+        group: str | Unset = UNSET,
+        maxsize: int | Unset = UNSET,
+        visibility_timeout: float | Unset | None = UNSET,
+        retry: RetryPolicy | Unset = UNSET,
+        on_dead: Callable[..., Any] | Unset | None = UNSET,
+        start: str | int | Unset = UNSET,
+        **options: Any,
+    ) -> None:
+        from ._store import open as open_store
+
+        self._closed = True  # until it is open, for __del__
+        arguments = {
+            "topic": topic,
+            "group": group,
+            "maxsize": maxsize,
+            "visibility_timeout": visibility_timeout,
+            "retry": retry,
+            "on_dead": on_dead,
+            "start": start,
+        }
+        chosen = queue_options(arguments)
+        store = open_store(path, **options)
+        try:
+            self._bind(store, chosen, owns_store=True)
+        except BaseException:
+            store.close()
+            raise
+
+    @classmethod
+    def _of(cls, store: Store, options: QueueOptions) -> Queue:
+        queue = cls.__new__(cls)
+        queue._closed = True
+        queue._bind(store, options, owns_store=False)
+        return queue
+
+    def _bind(self, store: Store, options: QueueOptions, *, owns_store: bool) -> None:
+        self._store = store
+        self._options = options
+        self._owns_store = owns_store
+        self.topic = options.topic
+        self.group = options.group
+        self.maxsize = options.maxsize
+        self._visibility_s = options.visibility_timeout
+        self._codec = store._options.codec
+        self._policy = POLICIES[store._options.flush]
+        self._consumer = store._consumer
+        self._address = Address(
+            options.topic, options.group, group_id(options.topic, options.group), options.retry
+        )
+        self.dlq = DeadLetterQueue(self)
+        self._closed = False
+        if "start" in options.given and not store.readonly:
+            self._run(_delivery.group_of, self._address, options.start)
+
+    def __repr__(self) -> str:
+        return f"<Queue {self.topic!r}, group {self.group!r}, of {self._store.path}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            _reopen,
+            (
+                self._store.path,
+                self._store._arguments,
+                {name: getattr(self._options, name) for name in self._options.given},
+            ),
+        )
+
+    # -- plumbing ----------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        if self._closed:
+            raise ClosedError(
+                f"this queue of {self._store.path} is closed; nothing was changed; open it again"
+            )
+        return self._store._engine
+
+    def _run(self, operation: Callable[..., T], *args: Any) -> T:
+        return self._engine.execute(operation, *args)
+
+    def _swept(self, session: Session) -> Any:
+        dead: list[int] = []
+        group = _queries.swept(session, self._address, dead)
+        self._remember_dead(dead)
+        return group
+
+    def _remember_dead(self, dead: list[int]) -> None:
+        """Letters made while looking; told after the lock is given back."""
+        if dead and self._options.on_dead is not None:
+            self._engine.timer.call_at(0.0, lambda: self._tell_dead(dead))
+
+    def _find(self, session: Session, id: str) -> int | None:
+        topic = session.tx.topic(self.topic)
+        return None if topic is None else _queries.find(session, topic.tid, id)
+
+    def _place(self, session: Session, offset: int) -> tuple[int, int]:
+        return _delivery.place(session, offset)
+
+    def _read(self, offset: int, location: int, salt: int) -> Content | None:
+        """The message itself; None when it is gone, or damaged, which sets it aside."""
+        engine = self._engine
+        while True:
+            try:
+                record, time_us = engine.put_and_time(location)
+                return Content(record, offset, salt, time_us)
+            except LookupError:
+                # Carried up and its segment freed since we were told the place.
+                try:
+                    location, salt = self._run(_delivery.place, offset)
+                except LookupError:
+                    return None
+            except (CorruptError, ValueError) as error:
+                self._run(_delivery.set_aside, offset, str(error))
+                return None
+
+    def _tell_dead(self, offsets: Iterable[int]) -> None:
+        on_dead = self._options.on_dead
+        if on_dead is None:
+            return
+        for offset in offsets:
+            try:
+                on_dead(self.dlq._at(offset))
+            except Exception:
+                logger.exception("on_dead failed for the message at offset %d", offset)
+
+    # -- put ---------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        body: Any,
+        *,
+        id: str | None = None,
+        key: str | None = None,
+        priority: int = 0,
+        delay: float = 0.0,
+        eta: datetime | None = None,
+        ttl: float | None = None,
+        headers: Mapping[str, Any] | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+    ) -> str:
+        """Put a message; returns its id when it is as durable as `flush` promises.
+
+        Args:
+            body: What comes back equal: None, bool, int, float, str, bytes, list, tuple, dict,
+                aware datetime; or whatever `codec` takes.
+            id: Makes the put idempotent: while a message of this id is kept, nothing is stored.
+            key: Messages of one key are delivered in the order of their puts, one at a time.
+            priority: 0 to 9, higher first.
+            delay: Not before so many seconds from now.
+            eta: Not before that time (aware).
+            ttl: Seconds after which it goes to the dead letters instead of to a worker.
+            headers: A dict kept beside the body.
+            block: Whether to wait for room.
+            timeout: How many seconds at most; None for ever.
+
+        Raises:
+            SerializationError, MessageTooLargeError, Full, DiskFullError: nothing was written.
+            StoreFailedError: in doubt; put again with the same `id` after opening again.
+        """
+        message = self._encode(body, id, key, priority, delay, eta, ttl, headers)
+        return self._put([message], block, timeout)[0]
+
+    def put_nowait(self, body: Any, **options: Any) -> str:
+        """`put` that raises `Full` instead of waiting for room."""
+        return self.put(body, block=False, **options)
+
+    def put_many(
+        self, bodies: Iterable[Any], *, block: bool = True, timeout: float | None = None
+    ) -> list[str]:
+        """Put bodies or `Put` objects, all or nothing, up to 1 GiB together; their ids in order.
+
+        Waits until all of them have room. Raises as `put` does.
+        """
+        messages = [
+            self._encode(
+                one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl, one.headers
+            )
+            if isinstance(one, Put)
+            else self._encode(one)
+            for one in bodies
+        ]
+        if not messages:
+            self._engine  # noqa: B018  a closed queue says so
+            return []
+        return self._put(messages, block, timeout)
+
+    def _encode(
+        self,
+        body: Any,
+        id: str | None = None,
+        key: str | None = None,
+        priority: int = 0,
+        delay: float = 0.0,
+        eta: datetime | None = None,
+        ttl: float | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> Encoded:
+        codec, name, data = _codecs.encode(self._codec, body)
+        message = Encoded(codec, name, data)
+        if id is not None:
+            message.id = _text("id", id, MAX_ID_BYTES)
+        if key is not None:
+            message.key = _text("key", key, MAX_KEY_BYTES)
+        if priority != 0 or type(priority) is not int:
+            message.priority = check_count("priority", priority, 0, 9)
+        if delay != 0:
+            message.delay_us = int(check_seconds("delay", delay) * 1e6)
+        if eta is not None:
+            message.delay_us = max(message.delay_us, _until(eta))
+        if ttl is not None:
+            message.ttl_us = int(check_seconds("ttl", ttl, positive=True) * 1e6)
+        if headers is not None:
+            if not isinstance(headers, Mapping):
+                raise TypeError(f"headers must be a dict, not {headers!r}; nothing was put")
+            message.headers = _values.pack_value(dict(headers), "headers") if headers else None
+        return message
+
+    def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
+        engine = self._engine
+        options = self._store._options
+        _delivery.check_size(messages, engine.option("max_message_bytes"))
+        until_s = _deadline(block, timeout)
+        while True:
+            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
+            try:
+                ids = engine.execute(
+                    _delivery.put, self._address, messages, self._policy, self.maxsize, waiter
+                )
+            except NoRoom as error:
+                if waiter is None or (until_s is not None and time.monotonic() >= until_s):
+                    raise Full(str(error)) from None
+                self._sleep(engine, waiter, until_s)
+                continue
+            if self._policy == POLICIES["batch"]:
+                engine.flush_later(options.flush_interval_ms, options.flush_messages, len(ids))
+            return ids
+
+    def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
+        try:
+            engine.wait(waiter, until_s)
+        finally:
+            engine.waker.discard(waiter)
+        if self._closed:
+            raise ClosedError("the queue was closed while this call waited; nothing was changed")
+
+    def cancel(self, id: str) -> bool:
+        """Take a message out of every group. False if it is unknown, or any group holds it or has
+        settled it; then nothing is changed.
+        """
+        return self._run(_queries.cancel, self._address, _text("id", id), self._policy)
+
+    # -- get ---------------------------------------------------------------------------------------
+
+    def get(
+        self,
+        *,
+        block: bool = True,
+        timeout: float | None = None,
+        visibility_timeout: float | Unset | None = UNSET,
+    ) -> Message:
+        """Lease the next message.
+
+        Waits up to `timeout` seconds (None: for ever) unless `block` is False; waiting uses no
+        CPU to speak of, and Ctrl-C interrupts it. `visibility_timeout` overrides the queue's.
+
+        Raises:
+            Empty: there was none in time.
+            ClosedError: the queue is, or was meanwhile, closed.
+        """
+        return self._take(1, block, timeout, visibility_timeout)[0]
+
+    def get_nowait(self) -> Message:
+        """`get` that raises `Empty` instead of waiting."""
+        return self._take(1, False, None, UNSET)[0]
+
+    def get_many(
+        self,
+        n: int,
+        *,
+        block: bool = True,
+        timeout: float | None = None,
+        visibility_timeout: float | Unset | None = UNSET,
+    ) -> list[Message]:
+        """Lease up to `n` messages, at least one, at most one of each key; waits as `get` does."""
+        return self._take(check_count("n", n, 1), block, timeout, visibility_timeout)
+
+    def _take(
+        self, n: int, block: bool, timeout: float | None, visibility_timeout: float | Unset | None
+    ) -> list[Message]:
+        engine = self._engine
+        visibility_s = self._visibility(visibility_timeout)
+        until_s = _deadline(block, timeout)
+        while True:
+            waiter = None if until_s == 0.0 else new_waiter(READY)
+            taken = engine.execute(
+                _delivery.take, self._address, min(n, 0xFFFF), visibility_s, waiter
+            )
+            if taken.leases:
+                messages = self._messages(engine, taken.leases)
+                if taken.dead:
+                    self._tell_dead(taken.dead)
+                if messages:
+                    return messages
+                continue
+            if taken.dead:
+                self._tell_dead(taken.dead)
+            if waiter is None:
+                if not engine.settle_promises():
+                    raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
+                continue
+            if until_s is not None and time.monotonic() >= until_s:
+                engine.waker.discard(waiter)
+                raise Empty(f"topic {self.topic!r} had nothing ready for {self.group!r} in time")
+            self._sleep(engine, waiter, self._wake_at(engine, taken, until_s))
+
+    def _visibility(self, given: float | Unset | None) -> float | None:
+        if given is UNSET:
+            return self._visibility_s
+        if given is None:
+            return None
+        return check_seconds("visibility_timeout", given, positive=True)
+
+    def _wake_at(self, engine: Engine, taken: Taken, until_s: float | None) -> float | None:
+        if taken.look_again_us is None:
+            return until_s
+        ahead_s = (taken.look_again_us - engine.now_us()) / 1e6
+        look_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
+        return look_s if until_s is None else min(look_s, until_s)
+
+    def _messages(self, engine: Engine, leases: list[Lease]) -> list[Message]:
+        messages = []
+        try:
+            for lease in leases:
+                content = self._read(lease.offset, lease.location, lease.salt)
+                if content is not None:
+                    messages.append(Message(self, content, lease))
+        except BaseException:
+            # Interrupted before anybody saw them: no delivery.
+            for lease in leases:
+                with contextlib.suppress(Exception):
+                    engine.execute(_delivery.release, lease, True)
+            raise
+        return messages
+
+    def __iter__(self) -> Iterator[Message]:
+        """The next message, and the next, waiting for each, until the queue is closed."""
+        while True:
+            try:
+                message = self.get()
+            except ClosedError:
+                return
+            yield message
+
+    # -- transaction -------------------------------------------------------------------------------
+
+    def transaction(self) -> Transaction:
+        """`with q.transaction() as tx: tx.ack(msg, result=…); tx.put(body, topic="next")`: acks,
+        results and puts over topics of the file, all or none, also after a crash. An exception in
+        the block drops them all. Raises at its end as `ack` and `put` do; then none is done.
+        """
+        self._engine  # noqa: B018  a closed queue says so
+        return Transaction(self)
+
+    def _address_of(self, topic: str | None) -> Address:
+        if topic is None or topic == self.topic:
+            return self._address
+        topic = check_name("topic", topic)
+        return Address(topic, self.group, group_id(topic, self.group), self._address.retry)
+
+    def _commit(
+        self, acks: list[tuple[Lease, bytes]], puts: list[tuple[Address, Encoded]]
+    ) -> list[str]:
+        engine = self._engine
+        _delivery.check_size([message for _, message in puts], engine.option("max_message_bytes"))
+        return engine.execute(_delivery.transact, acks, puts, self._policy)
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def result(self, id: str, timeout: float | None = 0.0) -> Any:
+        """The result given at ack, waiting up to `timeout` seconds for it (None: for ever).
+
+        Raises:
+            Empty: not settled yet.
+            DeadLetterError: it is dead; carries the letter.
+            KeyError: unknown, cancelled, purged, or no longer kept.
+        """
+        id = _text("id", id)
+        until_s = _deadline(True, timeout)
+        engine = self._engine
+        while True:
+            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
+            dead: list[int] = []
+            found = engine.execute(_queries.outcome, self._address, id, dead, waiter)
+            self._remember_dead(dead)
+            if found.state in ("done", "dead", "unknown") and waiter is not None:
+                engine.waker.discard(waiter)
+            if found.state == "done":
+                return self._result_at(engine, found.ack_at)
+            if found.state == "dead":
+                raise DeadLetterError(self.dlq._at(found.offset))
+            if found.state == "unknown":
+                raise KeyError(id)
+            if waiter is None or (until_s is not None and time.monotonic() >= until_s):
+                if waiter is not None:
+                    engine.waker.discard(waiter)
+                raise Empty(f"message {id} is not settled yet (it is {found.state})")
+            self._sleep(engine, waiter, until_s)
+
+    def _result_at(self, engine: Engine, ack_at: int | None) -> Any:
+        if ack_at is None:
+            return None
+        packed = engine.result_bytes(ack_at, self._address.gid)
+        return _values.unpack_value(packed) if packed else None
+
+    def status(self, id: str) -> str:
+        """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""
+        dead: list[int] = []
+        state = self._run(_queries.status, self._address, _text("id", id), dead)
+        self._remember_dead(dead)
+        return state
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def qsize(self) -> int:
+        """Messages ready or delayed in this group."""
+
+        def count(session: Session) -> int:
+            group = self._swept(session)
+            return 0 if group is None else _delivery.waiting_in(session.tx, group)
+
+        return self._run(count)
+
+    def empty(self) -> bool:
+        """True when nothing is ready or delayed."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """True when `maxsize` is reached; never without one."""
+        return self.maxsize > 0 and self.qsize() >= self.maxsize
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is ready, delayed or leased in this group; False when `timeout`
+        seconds went by first.
+        """
+        until_s = _deadline(True, timeout)
+        engine = self._engine
+        while True:
+            waiter = new_waiter(SETTLED)
+
+            def count(session: Session, waiter: Waiter = waiter) -> int:
+                group = self._swept(session)
+                if group is None:
+                    return 0
+                left = _delivery.waiting_in(session.tx, group) + int(group.n_leased)
+                if left:
+                    _delivery.wait_settled(session, group.tid, waiter)
+                return left
+
+            if not engine.execute(count):
+                return True
+            if until_s is not None and time.monotonic() >= until_s:
+                engine.waker.discard(waiter)
+                return False
+            self._sleep(engine, waiter, until_s)
+
+    def peek(self, n: int = 1) -> list[Message]:
+        """The next `n` messages as they would be delivered; takes nothing, and they can't be
+        settled.
+        """
+        n = check_count("n", n, 0)
+
+        def look(session: Session) -> list[tuple[int, tuple[int, int]]]:
+            group = self._swept(session)
+            if group is None:
+                return []
+            offsets = session.tx.peek(group, n, session.now_us)
+            return [(offset, self._place(session, offset)) for offset in offsets]
+
+        found = []
+        for offset, (location, salt) in self._run(look):
+            content = self._read(offset, location, salt)
+            if content is not None:
+                found.append(Message(self, content, None))
+        return found
+
+    def stats(self) -> Stats:
+        """Counts and sizes, all of one moment."""
+        dead: list[int] = []
+        found = self._run(_queries.stats, self._address, dead)
+        self._remember_dead(dead)
+        return found
+
+    @property
+    def offset(self) -> int:
+        """Everything before this offset is settled in this group."""
+
+        def look(session: Session) -> int:
+            group = self._swept(session)
+            return session.log.head_offset if group is None else session.tx.first_unsettled(group)
+
+        return self._run(look)
+
+    # -- steering ----------------------------------------------------------------------------------
+
+    def purge(self) -> int:
+        """Throw away all that is ready or delayed in this group; returns how many. What is leased
+        or dead stays.
+        """
+        return self._run(_queries.purge, self._address, self._policy)
+
+    def pause(self, seconds: float, reason: str | None = None) -> None:
+        """No deliveries from this topic and group for so long, in any process, over restarts."""
+        seconds = check_seconds("seconds", seconds, positive=True)
+        self._run(_queries.pause, self._address, seconds, clip(reason, ""), self._policy)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._run(_queries.pause, self._address, 0.0, "", self._policy)
+
+    def replay(
+        self,
+        *,
+        offset: int | str | None = None,
+        since: datetime | None = None,
+        ids: Iterable[str] | None = None,
+    ) -> int:
+        """Let settled messages flow again through this group; returns how many.
+
+        Exactly one of: `offset` (all from there; "earliest": all that is kept), `since` (all put
+        from then on, aware), `ids`. Their retries begin anew and their old results are gone; dead
+        letters stay, cancelled and purged ones are gone.
+
+        Raises `OffsetTrimmedError`, which carries the first offset still kept.
+        """
+        given = [
+            name
+            for name, v in (("offset", offset), ("since", since), ("ids", ids))
+            if v is not None
+        ]
+        if len(given) != 1:
+            raise TypeError("replay takes exactly one of offset, since, ids; nothing was changed")
+        if isinstance(ids, str):
+            raise TypeError(f"ids takes several ids, not one str; use [{ids!r}]")
+        engine = self._engine
+        engine.execute(_delivery.group_of, self._address)
+        if ids is not None:
+            return self._replay_ids([_text("id", one) for one in ids])
+        head = engine.log.head_offset
+        start = head
+        if isinstance(offset, str):
+            if offset != "earliest":
+                raise ValueError(f"offset must be a number or 'earliest', not {offset!r}")
+        elif offset is not None:
+            start = check_count("offset", offset, 0, 2**56 - 1)
+            if start < head:
+                raise OffsetTrimmedError(engine.first_offset())
+        since_us = 0
+        if since is not None:
+            since_us = engine.now_us() - _ago(since)
+        return self._replay_from(engine, start, since_us)
+
+    def _replay_ids(self, ids: list[str]) -> int:
+        def choose(session: Session) -> int:
+            topic = session.tx.topic(self.topic)
+            if topic is None:
+                return 0
+            chosen = []
+            for one in dict.fromkeys(ids):
+                offset = _queries.find(session, topic.tid, one)
+                if offset is None:
+                    continue
+                record, _ = session.engine.put_and_time(_delivery.place(session, offset)[0])
+                candidate = _queries.candidate(offset, record, topic.tid, key_hash)
+                if candidate is not None:
+                    chosen.append(candidate)
+            chosen.sort()
+            return _queries.replay(session, self._address, chosen, self._policy)
+
+        return self._run(choose)
+
+    def _replay_from(self, engine: Engine, start: int, since_us: int) -> int:
+        tid = engine.execute(lambda session: _delivery.topic_of(session, self.topic)[0])
+        done = 0
+        batch: list[_queries.Candidate] = []
+        end = engine.page.words[0]
+        for frame in engine.log.frames(engine.log.next_boundary(start), end):
+            if since_us and frame[2] < since_us:
+                continue
+            for at, record in frame[5]:
+                candidate = _queries.candidate(at, record, tid, key_hash)
+                if candidate is not None and at >= start:
+                    batch.append(candidate)
+            if len(batch) >= _REPLAY_BATCH:
+                done += engine.execute(_queries.replay, self._address, batch, self._policy)
+                batch = []
+        if batch:
+            done += engine.execute(_queries.replay, self._address, batch, self._policy)
+        return done
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Everything written so far is on stable storage when this returns."""
+        self._engine.flush()
+
+    def close(self) -> None:
+        """Close this queue, and with it the file if the queue opened it: leases are handed back
+        uncounted, everything is flushed. Closing twice does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._owns_store:
+            self._store.close()
+        else:
+            self._store._forget(self)
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self._owns_store:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+            self._closed = True
+            self._store._drop()
+
+
+def _reopen(path: str, store: dict[str, Any], queue: dict[str, Any]) -> Queue:
+    options = dict(queue)
+    return Queue(path, options.pop("topic", "default"), **options, **store)
+
+
+def _text(name: str, value: Any, limit_bytes: int | None = None) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {value!r}; nothing was changed")
+    try:
+        size = len(value.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} can't be written in UTF-8; nothing was changed") from None
+    if limit_bytes is not None and not 1 <= size <= limit_bytes:
+        raise ValueError(
+            f"{name} must have 1 to {limit_bytes} bytes in UTF-8, not {size}; nothing was changed"
+        )
+    return value
+
+
+def _until(eta: datetime) -> int:
+    """Microseconds until then, by the wall clock at this moment."""
+    return max(0, -_ago(eta, "eta"))
+
+
+def _ago(moment: datetime, name: str = "since") -> int:
+    if not isinstance(moment, datetime):
+        raise TypeError(f"{name} must be a datetime, not {moment!r}; nothing was changed")
+    if moment.tzinfo is None or moment.utcoffset() is None:
+        raise ValueError(f"{name} must be aware (have a time zone); nothing was changed")
+    passed = datetime.now(timezone.utc) - moment
+    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
+
+
+def _deadline(block: bool, timeout: float | None) -> float | None:
+    """time.monotonic() at which to give up: None never, 0.0 at once."""
+    if not block:
+        return 0.0
+    seconds = check_timeout("timeout", timeout)
+    if seconds is None:
+        return None
+    return time.monotonic() + seconds if seconds > 0 else 0.0
