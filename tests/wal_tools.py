@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,45 +63,123 @@ def bodies(log: Log) -> list[bytes]:
 
 
 class Disk:
-    """A file on a disk that loses power: what wasn't synced may be there or not, by sectors."""
+    """A file on a disk that loses power or fails a sync, sector by sector.
+
+    What wasn't synced may be on the disk or not, each sector for itself.  A failed sync leaves
+    the sectors it didn't write clean, as the kernel does: readable until the cache is dropped,
+    and never written again by themselves.
+    """
 
     SECTOR = 512
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
-        self.durable = path.read_bytes()
+        self.durable = bytearray(path.read_bytes())
+        self.durable_size = len(self.durable)
+        self.dirty: set[int] = set()
         self.n_syncs = 0
-        self.failing = False
-        self.before_call: Callable[[str], None] = lambda name: None
-        for name in ("write_at", "zero_fill", "truncate", "punch", "sync_data"):
+        self.failing: random.Random | None = None
+        for name in ("write_at", "zero_fill", "punch", "truncate", "sync_data", "drop_cache"):
             monkeypatch.setattr(_files, name, self._wrapped(name, getattr(_files, name)))
 
-    def _wrapped(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
-        def call(fd: int, *args: object) -> object:
-            self.before_call(name)
-            if name != "sync_data":
-                return real(fd, *args)
-            if self.failing:
-                raise OSError(5, "Input/output error")
-            self.durable = self.path.read_bytes()
-            self.n_syncs += 1
-            return None
+    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fd: int, *args: Any) -> Any:
+            if name == "sync_data":
+                return self._sync()
+            if name == "drop_cache":
+                return self._drop_cache()
+            result = real(fd, *args)
+            if name == "write_at":
+                self._touch(args[1], result)
+            elif name in ("zero_fill", "punch"):
+                self._touch(args[0], args[1])
+            return result
 
         return call
+
+    def _touch(self, offset: int, n: int) -> None:
+        self.dirty.update(range(offset // self.SECTOR, -(-(offset + n) // self.SECTOR)))
+
+    def _store(self, sectors: Iterable[int], now: bytes) -> None:
+        self.durable.extend(bytes(max(0, len(now) - len(self.durable))))
+        for sector in sectors:
+            at = sector * self.SECTOR
+            piece = now[at : at + self.SECTOR]
+            self.durable[at : at + len(piece)] = piece
+
+    def _sync(self) -> None:
+        now = self.path.read_bytes()
+        self.n_syncs += 1
+        if self.failing is not None:
+            rng = self.failing
+            self._store([n for n in self.dirty if rng.random() < 0.5], now)
+            self.dirty.clear()
+            raise OSError(5, "Input/output error")
+        self._store(self.dirty, now)
+        self.dirty.clear()
+        self.durable_size = len(now)
+
+    def _drop_cache(self) -> None:
+        now = bytearray(self.path.read_bytes())
+        for at in range(0, min(len(now), len(self.durable)), self.SECTOR):
+            if at // self.SECTOR not in self.dirty:
+                now[at : at + self.SECTOR] = self.durable[at : at + self.SECTOR]
+        self._replace_content(bytes(now))
 
     def cut_power(self, rng: random.Random) -> None:
         """Leave of what wasn't synced any part, and the file's size old or new."""
         now = self.path.read_bytes()
-        size = max(len(now), len(self.durable))
-        new, old = now.ljust(size, b"\0"), self.durable.ljust(size, b"\0")
         share = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0))
-        image = bytearray(old)
-        for at in range(0, size, self.SECTOR):
-            if rng.random() < share:
-                image[at : at + self.SECTOR] = new[at : at + self.SECTOR]
-        final = rng.choice((len(now), len(self.durable)))
-        self.durable = bytes(image[:final])
+        self._store([n for n in self.dirty if rng.random() < share], now)
+        self.dirty.clear()
+        self.durable_size = rng.choice((len(now), self.durable_size))
+        self.durable = self.durable[: self.durable_size].ljust(self.durable_size, b"\0")
+        self._replace_content(bytes(self.durable))
+
+    def _replace_content(self, content: bytes) -> None:
         with open(self.path, "r+b") as file:
-            file.write(self.durable)
-            file.truncate(final)
-            os.fsync(file.fileno())
+            file.write(content)
+            file.truncate(len(content))
+
+
+class Killed(BaseException):
+    """Where the process would have died."""
+
+
+class DeadlyCalls:
+    """Changes of the file of which the n-th is done in part, and then the process dies.
+
+    Or, with `error`, fails with that.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+        self.rng = rng
+        self.left = -1
+        self.error: BaseException = Killed()
+        for name in ("write_at", "zero_fill", "truncate", "punch"):
+            monkeypatch.setattr(_files, name, self._wrapped(name, getattr(_files, name)))
+
+    def arm(self, n: int, error: BaseException | None = None) -> None:
+        self.left = n
+        self.error = error or Killed()
+
+    def disarm(self) -> None:
+        self.left = -1
+
+    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fd: int, *args: Any) -> Any:
+            self.left -= 1
+            if self.left:
+                return real(fd, *args)
+            if name == "write_at":
+                data = b"".join(args[0])
+                n = self.rng.randint(0, len(data))
+                if n:
+                    real(fd, [data[:n]], args[1])
+            elif name == "zero_fill":
+                real(fd, args[0], self.rng.randint(0, args[1]))
+            elif self.rng.random() < 0.5:
+                real(fd, *args)
+            raise self.error
+
+        return call

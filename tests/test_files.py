@@ -1,0 +1,375 @@
+"""The door to the operating system: what it promises, on real files and with real processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from weclaw_embedded import _clock, _files, errors
+from weclaw_embedded.errors import DiskFullError
+
+LINUX = sys.platform == "linux"
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    fd = _files.open_rw(str(path))
+    yield fd
+    _files.close(fd)
+
+
+def test_a_read_is_short_only_where_the_file_ends(file: int) -> None:
+    """read_at gives what was asked for, or all there is before the end."""
+    _files.write_at(file, [b"0123456789"], 0)
+    assert _files.read_at(file, 4, 3) == b"3456"
+    assert _files.read_at(file, 100, 8) == b"89"
+    assert _files.read_at(file, 5, 50) == b""
+
+
+def test_a_write_of_many_buffers_writes_all_in_order(file: int) -> None:
+    """Empty buffers, and more of them than one call can take, make no difference."""
+    buffers = [b"", *(bytes([n % 251]) * (n % 7) for n in range(3000)), memoryview(b"end")]
+    n = _files.write_at(file, buffers, 5)
+    assert n == sum(map(len, buffers))
+    assert _files.read_at(file, n + 5, 0) == bytes(5) + b"".join(buffers)
+
+
+@pytest.mark.parametrize("n_buffers", [1, 5])
+def test_a_short_write_is_continued(
+    file: int, monkeypatch: pytest.MonkeyPatch, n_buffers: int
+) -> None:
+    """The system may write less than asked; write_at goes on until all is written."""
+    real_pwrite, real_pwritev = os.pwrite, os.pwritev
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real_pwrite(fd, data[:3], at))
+    monkeypatch.setattr(
+        os, "pwritev", lambda fd, views, at: real_pwritev(fd, [b"".join(views)[:3]], at)
+    )
+    buffers = [b"abcdefg"] * n_buffers
+    assert _files.write_at(file, buffers, 1) == 7 * n_buffers
+    assert _files.read_at(file, 100, 1) == b"abcdefg" * n_buffers
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_every_way_of_saying_full_is_disk_full_error(
+    file: int, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """No space, no quota and the file size limit are one error, others stay what they are."""
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(DiskFullError):
+        _files.write_at(file, [b"x"], 0)
+    with pytest.raises(DiskFullError):
+        _files.zero_fill(file, 0, 10)
+    number = errno.EIO
+    with pytest.raises(OSError) as caught:
+        _files.write_at(file, [b"x"], 0)
+    assert caught.value.errno == errno.EIO
+
+
+def test_the_file_size_limit_is_disk_full_and_leaves_the_old_size(tmp_path: Path) -> None:
+    """A process at its RLIMIT_FSIZE gets DiskFullError, and the file isn't left half extended."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1000)
+    code = (
+        "import resource, sys\n"
+        "from weclaw_embedded import _files\n"
+        "from weclaw_embedded.errors import DiskFullError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        f"fd = _files.open_rw({str(path)!r})\n"
+        "try:\n"
+        "    _files.zero_fill(fd, 1000, 3 << 20)\n"
+        "except DiskFullError:\n"
+        "    sys.exit(7)\n"
+    )
+    assert resource.RLIMIT_FSIZE is not None
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), check=False)
+    assert done.returncode == 7
+    assert path.read_bytes() == b"x" * 1000
+
+
+def _environment() -> dict[str, str]:
+    source = str(Path(_files.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": source}
+
+
+def test_zero_fill_writes_zeros_that_have_their_space(file: int) -> None:
+    """After zero_fill the range reads as zeros and has no hole; a punched one has."""
+    _files.write_at(file, [b"x" * 100], 200_000)
+    _files.zero_fill(file, 4096, 196_608)
+    assert _files.read_at(file, 196_608, 4096) == bytes(196_608)
+    if LINUX:
+        assert not _files.has_hole(file, 4096, 190_000)
+        if _files.punch(file, 8192, 65536):
+            assert _files.has_hole(file, 4096, 190_000)
+            assert _files.read_at(file, 65536, 8192) == bytes(65536)
+            assert _files.size(file) == 200_704
+
+
+def test_a_new_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    """While its content is written nothing has the name; when that fails nothing is left."""
+    path = tmp_path / "new"
+
+    def write(fd: int) -> None:
+        assert not path.exists()
+        _files.write_at(fd, [b"content"], 0)
+
+    _files.create_whole(str(path), write)
+    assert path.read_bytes() == b"content"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    def fail(fd: int) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        _files.create_whole(str(tmp_path / "other"), fail)
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_nobodys_new_file_is_replaced(tmp_path: Path) -> None:
+    """Of many who create at once one succeeds, and the others find its file."""
+    path = str(tmp_path / "new")
+    won = []
+
+    def create(n: int) -> None:
+        try:
+            _files.create_whole(path, lambda fd: void(_files.write_at(fd, [b"%d" % n], 0)))
+            won.append(n)
+        except FileExistsError:
+            pass
+
+    threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [b"%d" % n for n in won] == [Path(path).read_bytes()]
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def void(_: object) -> None:
+    return None
+
+
+def test_an_empty_file_counts_as_new_only_when_asked(tmp_path: Path) -> None:
+    """With replace_empty a file of no bytes is replaced; one of any bytes never is."""
+    path = tmp_path / "new"
+    path.touch()
+    with pytest.raises(FileExistsError):
+        _files.create_whole(str(path), lambda fd: None)
+    _files.create_whole(
+        str(path), lambda fd: void(_files.write_at(fd, [b"1"], 0)), replace_empty=True
+    )
+    assert path.read_bytes() == b"1"
+    with pytest.raises(FileExistsError):
+        _files.create_whole(str(path), lambda fd: None, replace_empty=True)
+    assert path.read_bytes() == b"1"
+
+
+def test_without_hard_links_a_new_file_is_still_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system has no hard links the name is claimed first."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "new"
+    _files.create_whole(str(path), lambda fd: void(_files.write_at(fd, [b"1"], 0)))
+    assert path.read_bytes() == b"1"
+    with pytest.raises(FileExistsError):
+        _files.create_whole(str(path), lambda fd: None)
+
+
+def test_what_a_killed_creator_left_is_removed_later(tmp_path: Path) -> None:
+    """A temporary file of more than an hour ago goes with the next creation; a fresh one stays."""
+    old = tmp_path / f".new.{'0' * 16}.tmp"
+    fresh = tmp_path / f".new.{'1' * 16}.tmp"
+    other = tmp_path / ".new.other.tmp"
+    for leftover in (old, fresh, other):
+        leftover.touch()
+        if leftover is not fresh:
+            os.utime(leftover, (1, 1))
+    _files.create_whole(str(tmp_path / "new"), lambda fd: None)
+    assert not old.exists()
+    assert fresh.exists()
+    assert other.exists()
+
+
+def test_locks_exclude_other_open_files_and_not_their_own(file: int, tmp_path: Path) -> None:
+    """A lock belongs to the open file: a second open of it is somebody else, in one process too."""
+    other = _files.open_rw(str(tmp_path / "file"))
+    try:
+        far = 1 << 62
+        assert _files.try_lock(file, far, True)
+        assert not _files.try_lock(other, far, False)
+        assert _files.is_locked(other, far)
+        assert not _files.is_locked(file, far)
+        assert _files.try_lock(other, far + 1, True)
+        assert _files.try_lock(file, far, False)  # down to shared
+        assert _files.try_lock(other, far, False)
+        assert not _files.try_lock(file, far, True)
+        _files.unlock(other, far)
+        assert _files.try_lock(file, far, True)
+    finally:
+        _files.close(other)
+    assert not _files.is_locked(file, far + 1)
+
+
+def test_a_lock_dies_with_its_process(file: int, tmp_path: Path) -> None:
+    """After kill -9 the lock can be taken at once, and who waits for it gets it."""
+    code = (
+        "import sys, time\n"
+        "from weclaw_embedded import _files\n"
+        f"fd = _files.open_rw({str(tmp_path / 'file')!r})\n"
+        "_files.lock(fd, 99, True)\n"
+        "print('locked', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=_environment()
+    )
+    assert child.stdout is not None
+    with child, child.stdout:
+        assert child.stdout.readline() == b"locked\n"
+        assert _files.is_locked(file, 99)
+        assert not _files.try_lock(file, 99, True)
+        threading.Timer(0.2, child.kill).start()
+        began = time.monotonic()
+        _files.lock(file, 99, True)
+        assert time.monotonic() - began < 10
+
+
+def test_ctrl_c_interrupts_waiting_for_a_lock(file: int, tmp_path: Path) -> None:
+    """A signal handler that raises ends the wait, and the lock isn't taken."""
+
+    class RangError(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise RangError
+
+    other = _files.open_rw(str(tmp_path / "file"))
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        _files.lock(other, 5, True)
+        timer = threading.Timer(
+            0.2, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        )
+        timer.start()
+        with pytest.raises(RangError):
+            _files.lock(file, 5, True)
+        timer.join()
+        _files.unlock(other, 5)
+        assert not _files.is_locked(other, 5)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        _files.close(other)
+
+
+def test_identity_tells_files_apart_even_in_one_inode(tmp_path: Path) -> None:
+    """An open file and its path have one identity; another file has another."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.touch()
+    two.touch()
+    fd = _files.open_ro(str(one))
+    try:
+        assert _files.identity(fd) == _files.identity(str(one))
+        assert _files.identity(fd) != _files.identity(str(two))
+        assert _files.disk_sequence(fd) == _files.disk_sequence(str(two))
+    finally:
+        _files.close(fd)
+
+
+@pytest.mark.skipif(not LINUX, reason="reads mountinfo")
+def test_network_file_systems_are_known_by_their_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The type of the mount that the path lies on decides, the longest and last one."""
+    assert not _files.is_network_file_system(str(tmp_path / "not" / "there"))
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"1 0 0:1 / / rw - ext4 /dev/x rw\n2 1 {number} / {tmp_path} rw shared:1 - nfs4 srv:/ rw\n"
+    )
+    real_open = open
+
+    def fake_open(name: object, *args: object, **more: object) -> object:
+        return real_open(mounts if name == "/proc/self/mountinfo" else name, *args, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("builtins.open", fake_open)
+    assert _files.is_network_file_system(str(tmp_path / "queue"))
+
+
+def test_owner_and_mode_are_matched(file: int, tmp_path: Path) -> None:
+    """What lies beside the file takes its mode; folders can be entered by who can read."""
+    os.fchmod(file, 0o640)
+    beside, folder = tmp_path / "beside", tmp_path / "folder"
+    beside.touch()
+    folder.mkdir(0o700)
+    _files.match_owner_and_mode(str(beside), file)
+    _files.match_owner_and_mode(str(folder), file)
+    assert stat.S_IMODE(beside.stat().st_mode) == 0o640
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+    _files.make_fifo(str(tmp_path / "fifo"), 0o620)
+    assert stat.S_IMODE((tmp_path / "fifo").stat().st_mode) == 0o620
+
+
+def test_the_clocks_run_forward_and_boot_id_stays() -> None:
+    """Boot time and monotonic time advance together; the boot id is the same in each process."""
+    boot, mono = _clock.boottime_us(), _clock.monotonic_ns()
+    time.sleep(0.01)
+    assert 9_000 < _clock.boottime_us() - boot < 5_000_000
+    assert 9_000_000 < _clock.monotonic_ns() - mono < 5_000_000_000
+    assert abs(_clock.wall_us() / 1e6 - time.time()) < 5
+    code = "from weclaw_embedded import _clock; print(_clock.boot_id().hex())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=_environment(), capture_output=True, check=True
+    )
+    assert done.stdout.decode().strip() == _clock.boot_id().hex()
+    assert len(_clock.boot_id()) == 16
+
+
+def test_errors_pickle_with_their_attributes() -> None:
+    """Every error comes back from pickle with class, text and attributes."""
+    for name in errors.__all__:
+        cls = getattr(errors, name)
+        if name == "CorruptError":
+            error = cls(5, "bad checksum")
+        elif name in ("OffsetTrimmedError", "DeadLetterError"):
+            error = cls(5)
+        else:
+            error = cls("what happened")
+        error.extra = "kept"
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is cls
+        assert str(again) == str(error)
+        assert again.__dict__ == error.__dict__
+
+
+def test_the_tree_is_drawn_as_it_is() -> None:
+    """The drawing in the module names every class, each under its parents."""
+    drawing = errors.__doc__ or ""
+    for name in errors.__all__:
+        assert name in drawing
+    for name in ("DiskFullError", "StoreFailedError", "FencedError"):
+        assert issubclass(getattr(errors, name), errors.StorageError)
+        assert issubclass(getattr(errors, name), errors.SendFailedError)
+    assert errors.__all__ == sorted(errors.__all__)
