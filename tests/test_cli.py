@@ -488,7 +488,7 @@ def test_the_drills_lose_nothing_and_asyncio_queue_does(tmp_path: Path) -> None:
     assert child.returncode == 0, err
     found = json.loads(out)
     assert found["ok"] is True
-    ours = [one for one in found["drills"] if one["queue"] == "weclaw_embedded"]
+    ours = [one for one in found["drills"] if one["queue"] == "weclaw"]
     theirs = [one for one in found["drills"] if one["queue"] == "asyncio.Queue"]
     assert [one["lost"] for one in ours] == [0, 0]
     assert [one["done_before"] for one in ours] == [13, 0]

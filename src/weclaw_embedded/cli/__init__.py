@@ -10,6 +10,7 @@ Exit status: 0 fine; 1 the answer is bad, or what was asked for was not done; 2 
 
 from __future__ import annotations
 
+import io
 import sys
 
 __all__ = ["main"]
@@ -28,4 +29,8 @@ def main() -> None:
         sys.exit(1)
     from weclaw_embedded.cli._app import run
 
+    # A terminal that can't show a sign gets its code, not an error in the middle of a table.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from typing import Any, NoReturn, TypeVar, cast
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -239,12 +240,28 @@ def print_table(
     rows: Iterable[Sequence[object]],
     *,
     title: str | None = None,
+    one_line: bool = False,
 ) -> None:
-    """A table; a column is its heading, or (heading, "right")."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    """A table; a column is its heading, or (heading, "right").
+
+    With one_line the widest column is cut where it doesn't fit, else it is folded.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for column in columns:
         heading, justify = (column, "left") if isinstance(column, str) else column
-        table.add_column(heading, justify=cast(Any, justify), overflow="fold")
+        table.add_column(
+            heading,
+            justify=cast(Any, justify),
+            overflow="ellipsis" if one_line else "fold",
+            no_wrap=one_line,
+        )
     for row in rows:
         table.add_row(*(Text(plain(str(cell))) for cell in row))
     console().print(table)

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-import weclaw_embedded as weclaw
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -17,13 +16,6 @@ __all__ = ["COMMANDS"]
 @click.group()
 def dlq() -> None:
     """Dead letters: messages that failed too often."""
-
-
-def _body(letter: weclaw.DeadLetter, width: int) -> str:
-    try:
-        return common.excerpt(letter.body, width)
-    except weclaw.SerializationError:
-        return "(can't be read)"
 
 
 @dlq.command("list")
@@ -46,17 +38,18 @@ def list_(file: str, limit: int, topic: str, group: str, as_json: bool, readonly
         click.echo("no dead letters")
         return
     common.print_table(
-        ["id", "died (UTC)", ("retries", "right"), "reason and body"],
+        ["id", "died (UTC)", ("retries", "right"), "reason"],
         [
             (
                 letter.id,
-                common.when(letter.died_at),
+                common.when(letter.died_at)[:16],
                 letter.retry_count,
-                f"{common.excerpt(letter.reason or '-', 120)} {_body(letter, 60)}",
+                common.excerpt(letter.reason or "-", 120),
             )
             for letter in letters
         ],
     )
+    click.echo("'weclawctl dlq show FILE ID' has the body and every failure")
     if total > len(letters):
         click.echo(f"{len(letters)} of {common.count(total, 'letter')}; see more with --limit")
 

@@ -196,6 +196,7 @@ def peek(file: str, limit: int, topic: str, group: str, as_json: bool, readonly:
                 )
                 for msg in found
             ],
+            one_line=True,
         )
 
 
