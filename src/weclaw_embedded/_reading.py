@@ -180,19 +180,21 @@ class Reading(Segments):
         if segment < self.state.words[HEAD]:
             self._gone(offset)
         spots: list[tuple[int, str]] = []
-        end = min(offset + 1, self.state.words[TAIL])
         last_end = segment << self.bits
         for frame in walk(
             self,
-            segment << self.bits,
-            end,
+            last_end,
+            self.state.words[TAIL],
             on_damage=lambda offset, reason: spots.append((offset, reason)),
         ):
-            last_end = frame[1]
             if frame[0] <= offset < frame[1]:
+                raise LookupError(f"no record begins at offset {offset}")
+            if frame[0] > offset:
                 break
-        if spots and spots[-1][0] <= offset and last_end <= offset:
-            raise CorruptError(offset, spots[-1][1])
+            last_end = frame[1]
+        for spot, reason in spots:
+            if last_end <= spot <= offset:
+                raise CorruptError(offset, reason)
         raise LookupError(f"no record begins at offset {offset}")
 
     def time_of(self, offset: int) -> int:

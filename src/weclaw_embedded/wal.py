@@ -181,6 +181,14 @@ class Log(Reading):
             self._resume()
         return self._end
 
+    def salt(self, offset: int) -> int:
+        """The salt of the segment that `offset` is in, which may only be pending."""
+        segment = offset >> self.bits
+        for number, _, header in self._begun:
+            if number == segment:
+                return header.salt
+        return super().salt(offset)
+
     @property
     def room(self) -> int:
         """Bytes that the segment of the pending tail still has room for."""
@@ -207,13 +215,14 @@ class Log(Reading):
             self._resume()
         if not (spare or words[SPARES]):
             self._make_zeroed([slot for _, slot, _ in self._begun])
-        if len(records) == 1 and not flags:
-            pieces = records[0]
+        offset = self._end
+        room = self._limit - offset - 32
+        pieces = records[0] if len(records) == 1 and not flags else ()
+        # A large last piece is not worth joining only to find that it doesn't fit.
+        if pieces and len(pieces[-1]) <= room:
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             n = len(body)
-            offset = self._end
-            end = offset + 32 + n
-            if end <= self._limit and n:
+            if 0 < n <= room:
                 part = (
                     PART_TAIL.pack(
                         n + 8, words[COMMIT] << 8 | policy << 2 | WHOLE, time_us, n, PART_BYTES
@@ -222,7 +231,7 @@ class Log(Reading):
                 )
                 crc = crc32(part, (self._salt + offset) & _MASK)
                 self._buffers += (crc.to_bytes(4, "little"), part)
-                self._end = end
+                self._end = offset + 32 + n
                 self._last_pending = (offset, crc)
                 return [offset + PART_BYTES]
         return self._append_any(records, policy, time_us, flags, spare)
