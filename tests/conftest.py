@@ -107,6 +107,20 @@ def open_store(path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def hours_later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves all clocks of this process on; queues are to be closed while that happens."""
+    from weclaw_embedded import _clock
+
+    def move(hours: float) -> None:
+        us = int(hours * 3600 * 1_000_000)
+        for name, unit in (("wall_us", us), ("boottime_us", us), ("monotonic_ns", us * 1000)):
+            real = getattr(_clock, name)
+            monkeypatch.setattr(_clock, name, lambda real=real, unit=unit: real() + unit)
+
+    return move
+
+
+@pytest.fixture
 def q(open_queue: Callable[..., Any]) -> Any:
     """A new queue with failures that are tried again at once."""
     import weclaw_embedded as weclaw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import time
 
 import pytest
@@ -175,7 +176,7 @@ def churn(q, rounds, batch, size=300):
 
 
 @pytest.mark.parametrize("what", ["held", "delayed", "dead", "parked"])
-def test_case_20_one_message_does_not_pin_its_neighbours(path, open_queue, what):
+def test_case_20_one_message_does_not_pin_its_neighbours(path, open_queue, hours_later, what):
     """Case 20: one message held, 50 000 acked around it: the disk stays bounded."""
     q = open_queue(retention=0, flush="os")
     rounds = 100 if what == "held" else 40
@@ -207,7 +208,10 @@ def test_case_20_one_message_does_not_pin_its_neighbours(path, open_queue, what)
         assert drain(q) == ["the one"]
     else:
         assert q.status(task) == "delayed"
-        assert [m.body for m in q.peek(5)][-1] == "the one"
+        q.close()
+        hours_later(2)
+        q = open_queue()
+        assert drain(q)[-1] == "the one"
 
 
 @pytest.mark.slow
@@ -251,9 +255,7 @@ def test_case_26_a_read_only_mount(tmp_path, path):
         q.get().fail("bad")
     for with_scratch in (True, False):
         if not with_scratch:
-            for file in scratch(path).iterdir():
-                file.unlink()
-            scratch(path).rmdir()
+            shutil.rmtree(scratch(path))
         with read_only(tmp_path / "data", tmp_path / "view") as view:
             before = sorted(x.name for x in view.iterdir())
             with weclaw.Queue(view / "tasks.wq", readonly=True) as q:
@@ -284,7 +286,8 @@ def test_case_26_looking_while_others_write(path):
     """Case 26: a read-only handle follows what others write, and leaves no trace."""
     with Child(keep_putting, path) as child:
         eventually(path.exists)
-        q = eventually(lambda: weclaw.Queue(path, readonly=True))
+        q = weclaw.Queue(path, readonly=True)
+        eventually(lambda: q.stats().ready > 5)
         before = sorted(x.name for x in path.parent.rglob("*"))
         first = q.stats().ready
         eventually(lambda: q.stats().ready > first + 20)

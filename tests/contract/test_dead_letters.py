@@ -219,7 +219,7 @@ def test_on_dead_is_called_once_for_each(path, open_queue):
     )
     other_called = []
     open_queue(on_dead=other_called.append)
-    a, b, c, d = q.put_many(["a", "b", "c", weclaw.Put("d", ttl=0.1, delay=0.05)])
+    a, b, c, d = q.put_many(["a", "b", "c", weclaw.Put("d", ttl=0.1, delay=0.3)])
     q.get().fail("failed")
     q.get().nack(reason="nacked")
     q.get()

@@ -345,7 +345,7 @@ def test_caller_given_ids_are_kept_as_long_as_their_message(open_queue):
     assert drain(q) == ["new"]
 
 
-def test_survivors_of_a_freed_segment_keep_everything(open_store, path):
+def test_survivors_of_a_freed_segment_keep_everything(open_store, path, hours_later):
     """What is carried to the end of the log keeps its id, place, history and content."""
     store = open_store(retention=0, segment_bytes=65536)
     q = store.queue(retry=weclaw.RetryPolicy(backoff=3600), visibility_timeout=None)
@@ -398,8 +398,14 @@ def test_survivors_of_a_freed_segment_keep_everything(open_store, path):
     first.ack(result=1)
     assert q.get(block=False).body == "keyed 2"
     assert q.result("k1") == 1
-    delayed = next(m for m in q.peek(10) if m.id == "d")
+    second.ack()
+    store.close()
+    hours_later(2)
+    q = open_store().queue(retry=NO_WAIT)
+    messages = {m.id: m for m in take(q)}
+    delayed = messages["d"]
     assert (delayed.body, delayed.headers, delayed.priority) == ("delayed", {"h": 1}, 3)
+    assert (messages["r"].body, messages["r"].retry_count) == ("retried", 1)
 
 
 def test_a_key_blocked_delays_no_other(open_queue):

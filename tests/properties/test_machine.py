@@ -38,6 +38,9 @@ TOPICS = st.sampled_from(("default", "default", "default", "second"))
 HEADERS = st.sampled_from((None, None, {"h": 1}))
 SIZES = st.sampled_from((0, 0, 10, 1000, 30_000))
 DELAYS = st.sampled_from((0, 0, 0, 0, 3600))
+SETTLINGS = st.sampled_from(
+    ("ack", "ack", "ack", "nack", "nack", "wait", "defer", "fail", "release")
+)
 OPTIONS = st.fixed_dictionaries(
     {"key": KEYS, "priority": PRIORITIES, "id": IDS, "headers": HEADERS, "delay": DELAYS}
 )
