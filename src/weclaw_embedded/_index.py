@@ -103,7 +103,9 @@ class Index:
             OSError: what is there is not an index of LMDB, or cannot be opened.
         """
         path = Path(directory) / FILE_NAME
-        if not create and not path.exists():
+        if create:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        elif not path.exists():
             raise FileNotFoundError(errno.ENOENT, "no index", str(path))
         env = _environment(path, create, mode)
         try:
@@ -148,7 +150,7 @@ class Index:
         return tx
 
     def _make_room(self, *, grow: bool) -> None:
-        """See that neither the map nor, for a while, the disk can be full; no transaction is open."""
+        """See that for a while neither map nor disk can be full; no transaction is open."""
         info = self._env.info()
         self._map_bytes = info["map_size"]
         used = (info["last_pgno"] + 1) * self._page_bytes

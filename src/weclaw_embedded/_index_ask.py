@@ -388,9 +388,9 @@ class Ask(Change):
         if why is None and self._get(key_u64(MOVED, offset)) is None:
             topic = self._topic(group.tid)
             index = self._index_of(topic, priority, offset)
-            if group.cursor[priority] <= index < topic.tails[priority]:
-                if self._entry(topic, priority, index) == offset:
-                    return "ready"
+            ahead = group.cursor[priority] <= index < topic.tails[priority]
+            if ahead and self._entry(topic, priority, index) == offset:
+                return "ready"
         return "done"
 
     def dead(self, gid: int, after: int | None = None) -> Iterator[tuple[int, Row, str, int]]:

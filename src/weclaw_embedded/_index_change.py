@@ -99,9 +99,21 @@ class Change(State):
         prefix = OTHER + U64.pack(tid)
         for key, value in self._scan(prefix, prefix + U64.pack(start)):
             self._enter(group, U64.unpack(key[9:])[0], Row.unpack(value), time_us)
+        if self._first(MOVED) is not None:
+            # What was carried for want of a group is now carried for this one, not for later ones.
+            for key, _ in self._scan(prefix):
+                if self._get(MOVED + key[9:]) is not None:
+                    self._leave_template(tid, U64.unpack(key[9:])[0], time_us)
         self._readers = None
         self._reshape()
         return group
+
+    def _leave_template(self, tid: int, offset: int, time_us: int) -> None:
+        """Take a message out of what a new group would get."""
+        template = self.template(tid)
+        row = self.row(tid, offset)  # read now: another's leaving may have let it go on
+        if row is not None:
+            self._remove(template, offset, row, time_us)
 
     def _skipped_ahead(self, group: GroupState, topic: TopicState) -> int:
         """Count the entries at or beyond a group's cursors that are not to be delivered."""
@@ -155,7 +167,6 @@ class Change(State):
         for message in said.offsets:
             for topic in self.topics():
                 if self._cancel(topic, message, time_us):
-                    topic.puts -= 1
                     break
 
     def _cancel_all(self, said: Cancel, offset: int, time_us: int) -> None:

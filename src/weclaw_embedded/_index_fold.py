@@ -13,7 +13,7 @@ Nothing here reads the clock or the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import lmdb
@@ -61,7 +61,7 @@ from ._records import (
     unpack_meta,
 )
 
-Frame = tuple[int, int, int, int, int, list[tuple[int, Readable]]]
+Frame = tuple[int, int, int, int, int, Sequence[tuple[int, Readable]]]
 
 Fresh = dict[int, dict[int, tuple[int, int, int]]]  # gid: offset: priority, owner, deadline
 
@@ -217,7 +217,6 @@ class Fold(Keep, Notes):
         group = self.group(gid)
         if group is None and gid & GROUP_BIT:
             group = self._make_group(tid, gid, "", 0, offset, time_us)
-            group.seeded = True  # the next checkpoint says what it counted
         if group is None or group.is_template:
             return None
         return group
@@ -346,12 +345,12 @@ class Fold(Keep, Notes):
     def _apply_many(self, frames: Iterable[Frame]) -> int:
         # One loop, because a call a record would cost a third of it.  Leases stay in `fresh`
         # until a record comes that may look for them elsewhere, or the end.
-        end = 0
+        last = 0
         unpack_put = PUT_HEAD.unpack_from
         unpack_ack = ACK_HEAD.unpack_from
         fresh: Fresh = {}
         tid = priority = -1
-        for _, end, time_us, _, _, records in frames:
+        for _, last, time_us, _, _, records in frames:  # noqa: B007  the end of the last is returned
             for offset, record in records:
                 kind = record[0] if record else 0
                 if kind == PUT and len(record) >= _PUT_SIZE:
@@ -394,7 +393,7 @@ class Fold(Keep, Notes):
                 self._apply(offset, time_us, record)
                 tid = -1  # it may have begun another chunk
         self._write_leases(fresh)
-        return end
+        return last
 
     def _write_leases(self, fresh: Fresh) -> None:
         """Write the leases that were kept out of LMDB."""

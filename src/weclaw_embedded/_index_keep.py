@@ -3,9 +3,9 @@
 A log begins at its head and everything before is gone.  All records that speak of a message follow
 its PUT, so that what is kept tells all of the messages that are kept.  Three things are told again:
 
-- CHECKPOINT says what is not a message: topics, groups, settings.  Of these only those that a
-  rebuild knows from a checkpoint alone (`seed`) take their counters from the next one met; to an
-  index that folded everything it says nothing new.
+- CHECKPOINT says what is not a message: topics, groups, settings, and what they counted.  To an
+  index that folded everything it says nothing new.  Written with each move of the head, it makes
+  a rebuild count exactly: what it missed was said before, of messages that are gone.
 - CARRY says all of one live message, and where it stands in every group.  From there on it lives
   in rows: the queues skip it, and its location is that of the CARRY.
 - What is neither kept nor carried is forgotten by `drop_below`.
@@ -25,7 +25,6 @@ from ._index_rows import (
     ID,
     ID_OF,
     ID_ROW,
-    KEY,
     LEASED,
     MOVED,
     MOVED_ROW,
@@ -42,7 +41,6 @@ from ._index_rows import (
     Row,
     TopicState,
     id_hash,
-    key_key,
     key_queue,
     key_ranked,
     key_tid_u64,
@@ -118,11 +116,10 @@ class Keep(Change):
         Groups made at or after the head are left to their own records.
         """
         for topic in checkpoint.topics:
-            self._known_topic(topic).seeded = True
+            self._known_topic(topic)
         for said in checkpoint.groups:
             if said.created < head and self.group(said.gid) is None:
-                group = self._make_group(said.tid, said.gid, said.name, said.start, said.created, 0)
-                group.seeded = True
+                self._make_group(said.tid, said.gid, said.name, said.start, said.created, 0)
 
     def _known_topic(self, said: CheckpointTopic) -> TopicState:
         topic = self._topic(said.tid)
@@ -135,11 +132,8 @@ class Keep(Change):
 
     def _checkpoint(self, said: Checkpoint, offset: int, time_us: int) -> None:
         for told in said.topics:
-            new = self.topic_by_id(told.tid) is None
             topic = self._known_topic(told)
-            if new or topic.seeded:
-                topic.seeded = False
-                topic.puts, topic.put_bytes = told.puts, told.put_bytes
+            topic.puts, topic.put_bytes = told.puts, told.put_bytes
         for row in said.groups:
             self._checkpoint_met(row, time_us)
         if said.options != self.options:
@@ -156,7 +150,6 @@ class Keep(Change):
             group = self._make_group(
                 said.tid, said.gid, said.name, said.start, said.created, time_us
             )
-            group.seeded = True
             for priority in topic.order:
                 index = self._index_of(topic, priority, said.cursors[priority])
                 group.cursor[priority] = max(group.cursor[priority], index)
@@ -164,11 +157,9 @@ class Keep(Change):
         if not group.name:
             group.name = said.name
             self._reshape()
-        if group.seeded:
-            group.seeded = False
-            group.start, group.created = said.start, said.created
-            group.settled, group.retries, group.picks = said.settled, said.retries, said.picks
-            group.paused_until_us, group.pause_reason = said.paused_until_us, said.pause_reason
+        group.start, group.created = said.start, said.created
+        group.settled, group.retries, group.picks = said.settled, said.retries, said.picks
+        group.paused_until_us, group.pause_reason = said.paused_until_us, said.pause_reason
         self.touch(group)
 
     # Carried messages
@@ -189,6 +180,7 @@ class Keep(Change):
         """Return all of one message, to be said again at the end of the log.
 
         Args:
+            offset: which message.
             put: the bytes of its PUT.
             salt: that of the segment the PUT was written in.
             time_us: that of the frame the PUT was written in.
@@ -202,16 +194,21 @@ class Keep(Change):
         results: list[tuple[int, bytes]] = []
         for group in self._owners(said.tid):
             row = self.row(group.gid, offset)
-            if row is None and place is not None and not skipped:
-                if group.cursor[place[0]] <= place[1]:
-                    row = Row(said.priority, offset, size=len(put))
-                    row.state = STATE_READY
+            ahead = place is not None and group.cursor[place[0]] <= place[1]
+            if row is None and ahead and not skipped:
+                row = Row(said.priority, offset, size=len(put))
+                row.state = STATE_READY
             if row is not None:
                 rows.append(_carried_row(group.gid, row))
             location = self.result_at(group.gid, offset)
             if location is not None:
                 results.append((group.gid, result(group.gid, location)))
-        return Carry(offset, salt, time_us, put, rows, results)
+        purged = [
+            group.gid
+            for group in self._owners(said.tid)
+            if self.purged(group.gid, offset, said.priority)
+        ]
+        return Carry(offset, salt, time_us, put, rows, results, purged)
 
     def _carry(self, said: Carry, offset: int, time_us: int) -> None:
         put = unpack_put(said.put)
@@ -225,9 +222,7 @@ class Keep(Change):
         for group in (self.template(put.tid), *self.groups(put.tid)):
             row = self.row(group.gid, message)
             if row is not None:
-                self._unlink(group, message, row)
-                if row.keyed and row.state != STATE_DEAD:
-                    self._delete(key_key(KEY, group.gid, row.keyhash, row.order))
+                self._remove(group, message, row, time_us)  # the next of its key goes, and back
             elif place is not None and not skipped and group.cursor[place[0]] <= place[1]:
                 group.skipped += 1
                 self._changed_groups[group.gid] = group
@@ -247,14 +242,20 @@ class Keep(Change):
         for gid, _ in said.results:
             if self.group(gid) is not None:
                 self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
+        for gid in said.purged:
+            if self.group(gid) is not None:
+                self._put(key_ranked(PURGED, gid, ALONE, message), b"")
         self._move(said, put.tid, put.priority, offset)
         given = put.meta.get(META_ID)
         if given is not None:
             self._give_id(put.tid, given, message, put.priority)
 
     def _give_id(self, tid: int, given: str, offset: int, priority: int) -> None:
-        """Let a message be found by the id its caller gave it."""
+        """Let a message be found by the id its caller gave it, unless a later one has it."""
         name = U32.pack(tid) + id_hash(given)
+        value = self._get(ID + name)
+        if value is not None and ID_ROW.unpack(value)[0] > offset:
+            return
         self._put(ID + name, ID_ROW.pack(offset, priority))
         self._put(key_u64(ID_OF, offset), name)
 
@@ -397,13 +398,12 @@ class Keep(Change):
 
     def _drop_template(self, topic: TopicState, offset: int, limit: int) -> int:
         """A new group of a topic that has groups gets what is kept, and not what was."""
-        template = self.template(topic.tid)
         prefix = OTHER + U64.pack(topic.tid)
         gone = 0
-        for key, value in self._scan(prefix, None, prefix + U64.pack(offset)):
+        for key, _ in self._scan(prefix, None, prefix + U64.pack(offset)):
             if gone >= limit:
                 break
-            self._remove(template, U64.unpack(key[9:])[0], Row.unpack(value), 0)
+            self._leave_template(topic.tid, U64.unpack(key[9:])[0], 0)
             gone += 1
         return gone
 
@@ -434,6 +434,7 @@ class Keep(Change):
             self._free_id(message)
             for group in self.groups(where.tid):
                 self._delete(key_u64_u64(RESULT, group.gid, message))
+                self._delete(key_ranked(PURGED, group.gid, ALONE, message))
             gone += 1
         return gone
 

@@ -10,9 +10,9 @@ costs what it costs in pages.
     OPTIONS                                 what the log says of the file
     GROUP      gid                          GroupState
     TOPIC      tid                          TopicState
-    LEASED     gid offset                   Row \\  a message that is neither merely in the queue
-    OTHER      gid offset                   Row  } nor done has exactly one of these in a group
-    DEAD       gid offset                   Row /
+    LEASED     gid offset                   Row          a message that is neither merely in the
+    OTHER      gid offset                   Row          queue nor done has exactly one of these
+    DEAD       gid offset                   Row          three in a group
     BACK       gid 9-priority order         offset       ready again
     SUSPECT    gid 9-priority order         offset       ready again, was in a crash
     WAIT       gid due offset                            not before
@@ -306,8 +306,8 @@ class Chunk:
 
 # Topics and groups
 
-_TOPIC_ROW: Final = struct.Struct(f"<{PRIORITIES}Q{PRIORITIES}QQQHB")
-_GROUP_ROW: Final = struct.Struct(f"<IB3x{PRIORITIES}Q7Q8Q")
+_TOPIC_ROW: Final = struct.Struct(f"<{PRIORITIES}Q{PRIORITIES}QQQH")
+_GROUP_ROW: Final = struct.Struct(f"<I4x{PRIORITIES}Q7Q8Q")
 
 
 class TopicState:
@@ -324,7 +324,6 @@ class TopicState:
         "order",
         "put_bytes",
         "puts",
-        "seeded",
         "tail",
         "tails",
         "tid",
@@ -339,7 +338,6 @@ class TopicState:
         self.puts = 0
         self.put_bytes = 0
         self.used = 0
-        self.seeded = False  # known from a checkpoint only: what was counted is not known yet
         self.order: tuple[int, ...] = ()  # priorities in use, highest first
         self.tail: list[Chunk | None] = [None] * PRIORITIES  # loaded when needed
         self.changed = 0  # bits of the priorities whose last chunk is not written yet
@@ -358,7 +356,6 @@ class TopicState:
                 self.puts,
                 self.put_bytes,
                 self.used,
-                self.seeded,
             )
             + self.name.encode()
         )
@@ -370,8 +367,7 @@ class TopicState:
         fields = _TOPIC_ROW.unpack_from(value)
         topic.tails = list(fields[:PRIORITIES])
         topic.firsts = list(fields[PRIORITIES : 2 * PRIORITIES])
-        topic.puts, topic.put_bytes, used, seeded = fields[2 * PRIORITIES :]
-        topic.seeded = bool(seeded)
+        topic.puts, topic.put_bytes, used = fields[2 * PRIORITIES :]
         topic.used = used
         topic.order = tuple(p for p in range(PRIORITIES - 1, -1, -1) if used >> p & 1)
         return topic
@@ -403,7 +399,6 @@ class GroupState:
         "paused_until_us",
         "picks",
         "retries",
-        "seeded",
         "settled",
         "skipped",
         "start",
@@ -432,7 +427,6 @@ class GroupState:
         self.dead_seen = 0
         self.paused_until_us = 0
         self.pause_reason = ""
-        self.seeded = False  # known from a checkpoint only: what was counted is not known yet
         self.text: bytes | None = None  # name and reason, packed
 
     @property
@@ -448,7 +442,6 @@ class GroupState:
         return (
             _GROUP_ROW.pack(
                 self.tid,
-                self.seeded,
                 *self.cursor,
                 self.skipped,
                 self.n_back,
@@ -476,8 +469,7 @@ class GroupState:
         group.gid = gid
         fields: tuple[Any, ...] = _GROUP_ROW.unpack_from(value)
         group.tid = fields[0]
-        group.seeded = bool(fields[1])
-        group.cursor = list(fields[2 : 2 + PRIORITIES])
+        group.cursor = list(fields[1 : 1 + PRIORITIES])
         (
             group.skipped,
             group.n_back,
@@ -494,7 +486,7 @@ class GroupState:
             group.paused_until_us,
             group.start,
             group.created,
-        ) = fields[2 + PRIORITIES :]
+        ) = fields[1 + PRIORITIES :]
         group.text = value[_GROUP_ROW.size :]
         group.name, group.pause_reason = msgpack.unpackb(group.text)
         return group

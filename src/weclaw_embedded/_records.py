@@ -317,7 +317,8 @@ class CarriedRow(NamedTuple):
 class Carry(NamedTuple):
     """One live message moved up, whole: the bytes of its PUT and all that groups know of it.
 
-    `results` are (gid, packed result) of groups that are done with it.
+    `results` are (gid, packed result) of groups that are done with it, `purged` the groups that
+    purged it.
     """
 
     offset: int
@@ -326,6 +327,7 @@ class Carry(NamedTuple):
     put: bytes
     rows: list[CarriedRow]
     results: list[tuple[int, bytes]]
+    purged: list[int]
 
 
 class Clean(NamedTuple):
@@ -804,7 +806,7 @@ def _checkpoint_group(row: list[Any]) -> CheckpointGroup:
 
 
 def _unpack_carry(record: Readable) -> Carry:
-    offset, salt, time_us, put, rows, results = _fields(record, 6)
+    offset, salt, time_us, put, rows, results, purged = _fields(record, 7)
     unpack_put(_bytes(put))
     return Carry(
         _u64(offset),
@@ -813,6 +815,7 @@ def _unpack_carry(record: Readable) -> Carry:
         put,
         [_carried_row(row) for row in _rows(rows, 13)],
         [(_u64(gid), _bytes(result)) for gid, result in _rows(results, 2)],
+        _offsets(purged),
     )
 
 
