@@ -81,6 +81,8 @@ bodies = st.recursive(
 @example(math.nan)
 @example(datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14))))
 @example(datetime(9999, 12, 31, 23, 59, 59, 999999, timezone(timedelta(hours=-14))))
+@example(datetime(2000, 1, 1, tzinfo=timezone(timedelta(microseconds=1))))
+@example(datetime(2000, 1, 1, tzinfo=timezone(timedelta(hours=-1, microseconds=1))))
 @example([(), [], {}, "", b""])
 @example(-0.0)
 def test_a_body_comes_back_equal_types_too(body: Any) -> None:
