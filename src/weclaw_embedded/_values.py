@@ -48,7 +48,178 @@ _MAX_INT: Final = 2**64 - 1
 _KEPT_PACKER_BYTES: Final = 1 << 20
 _MAX_DATETIME_BYTES: Final = 160
 
-_EXT_DATETIME: Final = re.compile(
+_EXT_DATETIME: Final = 1
+_EXT_TUPLE: Final = 2
+
+
+class _TupleMark:
+    """What the extension (2, b"") is read as: the first element of what was a tuple."""
+
+    __slots__ = ()
+
+
+_MARK: Final = _TupleMark()
+_MARK_EXT: Final = msgpack.ExtType(_EXT_TUPLE, b"")
+
+_NONE: Final = type(None)
+# What the packer writes as it is.  datetime is here because the packer has handed it to _plain.
+_SCALARS: Final = frozenset((str, int, float, bool, bytes, _NONE, datetime))
+_KEYS: Final = frozenset((str, bytes, int, bool, _NONE))
+_KEY_BASES: Final = (str, bytes, int)
+
+
+class _Refused(TypeError):
+    """Raised inside the packer; _explain finds the place and the words."""
+
+
+def _new_packer() -> Any:
+    return msgpack.Packer(default=_plain, strict_types=True, use_bin_type=True)
+
+
+# Packers not in use.  One is taken out while it works, so that neither another thread nor a put
+# made from within (a signal handler, a finalizer) finds it in the middle of a value.
+_packers: list[Any] = []
+
+
+def pack_value(value: Any, what: str = "body") -> bytes:
+    """Pack by the rules of msgpack; `what` names the value in an error."""
+    try:
+        packer = _packers.pop()
+    except IndexError:
+        packer = _new_packer()
+    try:
+        data = cast(bytes, packer.pack(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _refusal(value, what, str(error)) from None
+    # A packer keeps the memory of the largest value it has packed.
+    if len(data) <= _KEPT_PACKER_BYTES:
+        _packers.append(packer)
+    if (
+        type(value) is dict
+        and _KEYS.issuperset(map(type, value))
+        and _SCALARS.issuperset(map(type, value.values()))
+    ):
+        return data  # the usual task: a flat dict
+    if not _is_sound(value):
+        raise _refusal(value, what, "it does not come back equal")
+    return data
+
+
+def unpack_value(data: bytes | memoryview) -> Any:
+    """Unpack what `pack_value` made; SerializationError for anything else."""
+    try:
+        return msgpack.unpackb(
+            data,
+            strict_map_key=False,
+            ext_hook=_read_extension,
+            list_hook=_read_list,
+            timestamp=3,
+        )
+    except (
+        ValueError,
+        TypeError,  # an unhashable key
+        OverflowError,
+        RecursionError,
+        MemoryError,  # a few bytes may announce a large array
+        msgpack.UnpackException,
+    ) as error:
+        raise SerializationError(
+            f"the bytes can't be read as msgpack ({words(error)}); the message is as it was; "
+            "settle it (fail sets it aside), or read it with what wrote it"
+        ) from error
+
+
+def _is_sound(value: Any) -> bool:
+    """Whether all that the packer took is among the types that come back as they are.
+
+    The packer has been through the value already, so there are no cycles here.
+    """
+    level = [value]
+    for _ in range(MAX_NESTING):
+        deeper: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind in _SCALARS:
+                continue
+            if isinstance(item, dict):
+                if not _KEYS.issuperset(map(type, item)) and not all(map(_is_key, item)):
+                    return False
+                children: Any = item.values()
+            elif isinstance(item, (list, tuple)):
+                if kind is msgpack.ExtType or kind is msgpack.Timestamp:
+                    return False
+                children = item
+            elif isinstance(item, (str, int, float, bytes, datetime)):
+                continue  # a subclass, which _plain found equal to the plain value
+            else:
+                return False  # bytearray, memoryview: they would come back as bytes
+            if not _SCALARS.issuperset(map(type, children)):
+                deeper.extend(child for child in children if type(child) not in _SCALARS)
+        if not deeper:
+            return True
+        level = deeper
+    return False  # nested too deeply
+
+
+def _is_key(key: object) -> bool:
+    return type(key) in _KEYS or isinstance(key, _KEY_BASES)
+
+
+def _plain(value: Any) -> Any:
+    """The packer's hook for whatever isn't exactly one of its own types."""
+    if type(value) is tuple:
+        return [_MARK_EXT, *value]
+    if isinstance(value, datetime):
+        return msgpack.ExtType(_EXT_DATETIME, _write_datetime(value))
+    plain: Any
+    if isinstance(value, str):
+        plain = str.__str__(value)
+    elif isinstance(value, int):
+        plain = int.__int__(value)
+    elif isinstance(value, float):
+        plain = float.__float__(value)
+    elif isinstance(value, bytes):
+        plain = b"".join((value,))
+    elif isinstance(value, dict):
+        plain = dict(value)
+    elif isinstance(value, list):
+        plain = list(value)
+    elif isinstance(value, tuple) and type(value) is not msgpack.ExtType:
+        plain = tuple(value)
+    else:
+        raise _Refused
+    if not _same(plain, value):
+        raise _Refused
+    return [_MARK_EXT, *plain] if type(plain) is tuple else plain
+
+
+def _same(plain: Any, value: Any) -> bool:
+    """Whether a subclass's value is equal to the plain one, as a key of a dict too."""
+    try:
+        if plain != plain:  # NaN
+            return bool(value != value)
+        if not (plain == value and value == plain):
+            return False
+        return isinstance(plain, (dict, list)) or hash(plain) == hash(value)
+    except Exception:  # noqa: BLE001  it is the user's own __eq__ that runs here
+        return isinstance(plain, tuple)  # a tuple of something unhashable
+
+
+def _read_list(items: list[Any]) -> Any:
+    if items and items[0] is _MARK:
+        return tuple(items[1:])
+    return items
+
+
+def _read_extension(code: int, data: bytes) -> Any:
+    if code == _EXT_TUPLE and not data:
+        return _MARK
+    if code == _EXT_DATETIME:
+        return _read_datetime(data)
+    raise ValueError(f"unknown extension {code}")
+
+
+_DATETIME: Final = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{6})?)"
     r"([+-])([0-9]{2}):([0-9]{2})(?::([0-9]{2})(?:\.([0-9]{6}))?)?"
     r"(?:\[([A-Za-z0-9_+\-/]+)\])?"
