@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import os
 import signal
 import sys
@@ -17,9 +18,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-for _place in (str(ROOT), str(ROOT / "src")):
-    if _place not in sys.path:
-        sys.path.insert(0, _place)
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("weclaw_embedded") is None:
+    sys.path.insert(0, str(ROOT / "src"))
 
 #: A test that runs longer hangs. The slow ones get ten times as long.
 ALARM_S = 90

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import shutil
 import sys
@@ -11,7 +12,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("weclaw_embedded") is None:
+    sys.path.insert(0, str(ROOT / "src"))
 
 from tests.crash import rounds  # noqa: E402
 from tests.crash.ledger import SCRATCH, Violation  # noqa: E402

@@ -169,7 +169,7 @@ def random_round(directory: Path, seed: str, *, seconds: float = 1.0) -> dict[st
                         copied = True
                 for role in roles:
                     crew.start(role)
-        if rng.random() < 0.3:
+        if crew.children and rng.random() < 0.3:
             # One goes on after the others died, and is stopped by a polite signal.
             *others, last = list(crew.children)
             for name in others:

@@ -20,8 +20,11 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import weclaw_embedded
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCE = ROOT / "src"
+#: Where the library under test lies: children are to use the same.
+SOURCE = Path(weclaw_embedded.__file__).resolve().parent.parent
 
 PRELUDE = """
 import datetime, errno, json, os, queue, random, resource, signal, sys, threading, time
