@@ -23,82 +23,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgpack
 
-Record = tuple[bytes, ...]  # the pieces of one record, in order
-Readable = bytes | memoryview
-Failure = tuple[int, str, str]  # when (us), reason, consumer
+from ._record_types import *  # noqa: F403  one vocabulary, in two rooms
 
-PUT: Final = 1
-DELIVER: Final = 2
-ACK: Final = 3
-RETURN: Final = 4
-DEAD: Final = 5
-EXTEND: Final = 6
-REDRIVE: Final = 7
-CANCEL: Final = 8
-PURGE: Final = 9
-PURGE_DEAD: Final = 10
-TOPIC: Final = 11
-GROUP: Final = 12
-GROUP_DROP: Final = 13
-PAUSE: Final = 14
-REPLAY: Final = 15
-OPTION: Final = 16
-CHECKPOINT: Final = 17
-CARRY: Final = 18
-CLEAN: Final = 19
-VOID: Final = 20
-OWNER: Final = 21
-DAMAGED: Final = 22
-SKIPPABLE: Final = 64  # types from here on may be passed over by a reader that does not know them
+# ruff: noqa: F405  the names of that star
 
-CODEC_MSGPACK: Final = 0
-CODEC_JSON: Final = 1
-CODEC_RAW: Final = 2
-CODEC_PICKLE: Final = 3
-CODEC_OTHER: Final = 4  # its name stands in the meta
-
-META_KEY: Final = 1
-META_ID: Final = 2
-META_DUE_US: Final = 3
-META_EXPIRY_US: Final = 4
-META_HEADERS: Final = 5
-META_CODEC: Final = 6
-META_SKEW_US: Final = 7
-META_DELAY_US: Final = 8
-META_TTL_US: Final = 9
-
-# Why a leased message came back.
-NACK: Final = 0
-LAPSED: Final = 1
-DIED: Final = 2
-RELEASE: Final = 3
-UNDO: Final = 4  # a delivery nobody ever saw
-
-# Where a carried message stands in a group.
-STATE_READY: Final = 1
-STATE_SUSPECT: Final = 2  # ready, and in a crash before: handed out alone
-STATE_WAITING: Final = 3
-STATE_PARKED: Final = 4  # behind an earlier message of its key
-STATE_LEASED: Final = 5
-STATE_DEAD: Final = 6
-
-PRIORITIES: Final = 10
-MAX_DELIVER: Final = 0xFFFF  # messages in one DELIVER
-MAX_FAILURES: Final = 20  # kept of one message
-NEVER: Final = 2**63 - 1  # the deadline of a lease that only its settling or a death ends
-FROM_QUEUE: Final = 1  # flag of a delivery: taken from the position queue, at the cursor
-KEY_HASH_BYTES: Final = 8
-NO_KEY: Final = bytes(KEY_HASH_BYTES)
-GROUP_BIT: Final = 1 << 63
-
-PUT_HEAD: Final = struct.Struct("<BBHI")
-DELIVER_HEAD: Final = struct.Struct("<BBHIQQQ")
-DELIVER_ITEM: Final = struct.Struct("<QB")
-ACK_HEAD: Final = struct.Struct("<BBHIQQ")
 _LONG_META: Final = 0xFFFF
 _U32: Final = struct.Struct("<I")
 _MAX_U32: Final = 2**32 - 1
@@ -115,275 +47,6 @@ _META_TYPES: Final[dict[int, type]] = {
     META_DELAY_US: int,
     META_TTL_US: int,
 }
-
-
-class Put(NamedTuple):
-    """A message: `body` are the bytes its codec made, `meta` what was said besides."""
-
-    priority: int
-    codec: int
-    tid: int
-    meta: dict[int, Any]
-    body: Readable
-
-
-class Deliver(NamedTuple):
-    """Messages leased to one owner; items are (offset, priority, from the position queue)."""
-
-    tid: int
-    gid: int
-    owner: int
-    deadline_ns: int
-    items: list[tuple[int, int, bool]]
-
-
-class Ack(NamedTuple):
-    """A message done in a group, with the packed result."""
-
-    tid: int
-    gid: int
-    offset: int
-    result: Readable
-
-
-class Return(NamedTuple):
-    """A lease that ended without an end of the message; counters are those that hold now."""
-
-    gid: int
-    offset: int
-    kind: int
-    due_us: int
-    delivery: int
-    retry: int
-    crash: int
-    failure: Failure | None
-
-
-class Dead(NamedTuple):
-    """A message moved to the dead letters of a group."""
-
-    gid: int
-    offset: int
-    reason: str
-    died_us: int
-    retry: int
-    crash: int
-    failure: Failure | None
-
-
-class Extend(NamedTuple):
-    """A lease with a new deadline."""
-
-    gid: int
-    offset: int
-    deadline_ns: int
-
-
-class Redrive(NamedTuple):
-    """Dead letters that are ready again; items are (offset, expiry_us or 0)."""
-
-    gid: int
-    items: list[tuple[int, int]]
-
-
-class Cancel(NamedTuple):
-    """Messages taken out of every group of a topic."""
-
-    tid: int
-    offsets: list[int]
-
-
-class Purge(NamedTuple):
-    """All that was ready or delayed in a group, gone."""
-
-    gid: int
-
-
-class PurgeDead(NamedTuple):
-    """Dead letters of a group, gone."""
-
-    gid: int
-    offsets: list[int]
-
-
-class Topic(NamedTuple):
-    """The name of a topic."""
-
-    tid: int
-    name: str
-
-
-class Group(NamedTuple):
-    """A group begins; `start` is "earliest", "latest" or an offset."""
-
-    tid: int
-    gid: int
-    name: str
-    start: str | int
-
-
-class GroupDrop(NamedTuple):
-    """A group and all it knows, gone."""
-
-    gid: int
-
-
-class Pause(NamedTuple):
-    """No deliveries until then; 0: resumed."""
-
-    gid: int
-    until_us: int
-    reason: str
-
-
-class Replay(NamedTuple):
-    """Settled messages that flow again; items are (offset, priority, key hash, expiry_us)."""
-
-    gid: int
-    items: list[tuple[int, int, bytes, int]]
-
-
-class Option(NamedTuple):
-    """Settings that belong to the file; a value of None forgets one."""
-
-    values: dict[str, Any]
-
-
-class CheckpointTopic(NamedTuple):
-    """A topic at a checkpoint: how many messages, and bytes of records, were ever put."""
-
-    tid: int
-    name: str
-    puts: int
-    put_bytes: int
-
-
-class CheckpointGroup(NamedTuple):
-    """A group at a checkpoint.
-
-    `start` is the offset before which the group owns nothing, `created` that of its GROUP record.
-    `cursors` are, for each priority, the offset below which the position queue has been handed
-    out; offsets and not indices, so that they hold whatever has been freed by then.
-    """
-
-    tid: int
-    gid: int
-    name: str
-    start: int
-    created: int
-    cursors: list[int]
-    settled: int
-    retries: int
-    picks: int
-    paused_until_us: int
-    pause_reason: str
-
-
-class Checkpoint(NamedTuple):
-    """What is not a message and must outlive the segment it was said in.
-
-    `purged` are (gid, priority, start, end): messages of that priority in [start, end) were
-    purged from the position queue of that group.
-    """
-
-    topics: list[CheckpointTopic]
-    groups: list[CheckpointGroup]
-    options: dict[str, Any]
-    purged: list[tuple[int, int, int, int]]
-
-
-class CarriedRow(NamedTuple):
-    """Where a carried message stands in one group (gid == tid: in the topic's template).
-
-    `deadline` is that of the lease (ns) when leased, otherwise when it is due (us, 0 now).
-    `reason` and `died_us` are those of a dead letter.
-    """
-
-    gid: int
-    state: int
-    owner: int
-    deadline: int
-    order: int
-    expiry_us: int
-    delivery: int
-    retry: int
-    crash: int
-    redrive: int
-    failures: list[Failure]
-    reason: str
-    died_us: int
-
-
-class Carry(NamedTuple):
-    """One live message moved up, whole: the bytes of its PUT and all that groups know of it.
-
-    `results` are (gid, packed result) of groups that are done with it, `purged` the groups that
-    purged it.
-    """
-
-    offset: int
-    salt: int
-    time_us: int
-    put: bytes
-    rows: list[CarriedRow]
-    results: list[tuple[int, bytes]]
-    purged: list[int]
-
-
-class Clean(NamedTuple):
-    """Nothing is said; written at a clean close and after recovery to vouch for all before."""
-
-
-class Void(NamedTuple):
-    """Puts taken back before anyone was told of them."""
-
-    offsets: list[int]
-
-
-class Owner(NamedTuple):
-    """The name of a consumer, for the failures of what it leases under this token."""
-
-    token: int
-    name: str
-
-
-class Damaged(NamedTuple):
-    """Messages whose bytes cannot be read, set aside; items are (offset, reason)."""
-
-    items: list[tuple[int, str]]
-
-
-class Unknown(NamedTuple):
-    """A record of a later version that may be passed over."""
-
-    type: int
-
-
-AnyRecord = (
-    Put
-    | Deliver
-    | Ack
-    | Return
-    | Dead
-    | Extend
-    | Redrive
-    | Cancel
-    | Purge
-    | PurgeDead
-    | Topic
-    | Group
-    | GroupDrop
-    | Pause
-    | Replay
-    | Option
-    | Checkpoint
-    | Carry
-    | Clean
-    | Void
-    | Owner
-    | Damaged
-    | Unknown
-)
 
 
 # Names as numbers
@@ -608,9 +271,17 @@ def unpack(record: Readable) -> AnyRecord:
     if not record:
         raise ValueError("an empty record")
     kind = record[0]
-    known = _UNPACK.get(kind)
-    if known is not None:
-        return known(record)
+    if kind == PUT:
+        return unpack_put(record)
+    if kind == DELIVER:
+        return _unpack_deliver(record)
+    if kind == ACK:
+        return _unpack_ack(record)
+    layout = _FIELDS.get(kind)
+    if layout is not None:
+        said, checks = layout
+        fields = _fields(record, len(checks))
+        return said(*[check(field) for check, field in zip(checks, fields, strict=True)])
     if kind >= SKIPPABLE:
         return Unknown(kind)
     raise ValueError(f"a record of unknown type {kind}")
@@ -681,210 +352,12 @@ def _unpack_ack(record: Readable) -> Ack:
     return Ack(tid, gid, offset, record[ACK_HEAD.size :])
 
 
-def _unpack_return(record: Readable) -> Return:
-    gid, offset, kind, due_us, delivery, retry, crash, failure = _fields(record, 8)
-    if kind not in (NACK, LAPSED, DIED, RELEASE, UNDO):
-        raise ValueError(f"a RETURN of kind {kind!r}")
-    return Return(
-        _u64(gid),
-        _u64(offset),
-        kind,
-        _u64(due_us),
-        _u32(delivery),
-        _u32(retry),
-        _u32(crash),
-        _failure(failure),
-    )
-
-
-def _unpack_dead(record: Readable) -> Dead:
-    gid, offset, reason, died_us, retry, crash, failure = _fields(record, 7)
-    return Dead(
-        _u64(gid),
-        _u64(offset),
-        _text(reason),
-        _u64(died_us),
-        _u32(retry),
-        _u32(crash),
-        _failure(failure),
-    )
-
-
-def _unpack_extend(record: Readable) -> Extend:
-    return Extend(*map(_u64, _fields(record, 3)))
-
-
-def _unpack_redrive(record: Readable) -> Redrive:
-    gid, items = _fields(record, 2)
-    pairs = [(_u64(offset), _u64(expiry_us)) for offset, expiry_us in _rows(items, 2)]
-    return Redrive(_u64(gid), pairs)
-
-
-def _unpack_cancel(record: Readable) -> Cancel:
-    tid, offsets = _fields(record, 2)
-    return Cancel(_u32(tid), _offsets(offsets))
-
-
-def _unpack_purge(record: Readable) -> Purge:
-    return Purge(_u64(_fields(record, 1)[0]))
-
-
-def _unpack_purge_dead(record: Readable) -> PurgeDead:
-    gid, offsets = _fields(record, 2)
-    return PurgeDead(_u64(gid), _offsets(offsets))
-
-
-def _unpack_topic(record: Readable) -> Topic:
-    tid, name = _fields(record, 2)
-    return Topic(_u32(tid), _text(name))
-
-
-def _unpack_group(record: Readable) -> Group:
-    tid, gid, name, start = _fields(record, 4)
-    if start not in ("earliest", "latest"):
-        start = _u64(start)
-    return Group(_u32(tid), _u64(gid), _text(name), start)
-
-
-def _unpack_group_drop(record: Readable) -> GroupDrop:
-    return GroupDrop(_u64(_fields(record, 1)[0]))
-
-
-def _unpack_pause(record: Readable) -> Pause:
-    gid, until_us, reason = _fields(record, 3)
-    return Pause(_u64(gid), _u64(until_us), _text(reason))
-
-
-def _unpack_replay(record: Readable) -> Replay:
-    gid, items = _fields(record, 2)
-    return Replay(
-        _u64(gid),
-        [
-            (_u64(offset), _priority(priority), _key_hash(keyhash), _u64(expiry_us))
-            for offset, priority, keyhash, expiry_us in _rows(items, 4)
-        ],
-    )
-
-
-def _unpack_option(record: Readable) -> Option:
-    return Option(_options(_fields(record, 1)[0]))
-
-
-def _unpack_checkpoint(record: Readable) -> Checkpoint:
-    topics, groups, options, purged = _fields(record, 4)
-    return Checkpoint(
-        [
-            CheckpointTopic(_u32(tid), _text(name), _u64(puts), _u64(put_bytes))
-            for tid, name, puts, put_bytes in _rows(topics, 4)
-        ],
-        [_checkpoint_group(row) for row in _rows(groups, 11)],
-        _options(options),
-        [
-            (_u64(gid), _priority(priority), _u64(start), _u64(end))
-            for gid, priority, start, end in _rows(purged, 4)
-        ],
-    )
-
-
-def _checkpoint_group(row: list[Any]) -> CheckpointGroup:
-    tid, gid, name, start, created, cursors, settled, retries, picks, until_us, reason = row
-    if len(_offsets(cursors)) != PRIORITIES:
-        raise ValueError("a checkpoint whose group has not one cursor a priority")
-    return CheckpointGroup(
-        _u32(tid),
-        _u64(gid),
-        _text(name),
-        _u64(start),
-        _u64(created),
-        cursors,
-        _u64(settled),
-        _u64(retries),
-        _u64(picks),
-        _u64(until_us),
-        _text(reason),
-    )
-
-
-def _unpack_carry(record: Readable) -> Carry:
-    offset, salt, time_us, put, rows, results, purged = _fields(record, 7)
-    unpack_put(_bytes(put))
-    return Carry(
-        _u64(offset),
-        _u64(salt),
-        _u64(time_us),
-        put,
-        [_carried_row(row) for row in _rows(rows, 13)],
-        [(_u64(gid), _bytes(result)) for gid, result in _rows(results, 2)],
-        _offsets(purged),
-    )
-
-
-def _carried_row(row: list[Any]) -> CarriedRow:
-    gid, state, *numbers, failures, reason, died_us = row
-    if type(state) is not int or not STATE_READY <= state <= STATE_DEAD:
-        raise ValueError(f"a carried message in state {state!r}")
-    owner, deadline, order, expiry_us, delivery, retry, crash, redrive = numbers
-    told = [_failure(failure) for failure in _rows(failures, 3)]
-    return CarriedRow(
-        _u64(gid),
-        state,
-        _u64(owner),
-        _u64(deadline),
-        _u64(order),
-        _u64(expiry_us),
-        _u32(delivery),
-        _u32(retry),
-        _u32(crash),
-        _u32(redrive),
-        [failure for failure in told if failure is not None],
-        _text(reason),
-        _u64(died_us),
-    )
-
-
-def _unpack_clean(record: Readable) -> Clean:
-    _fields(record, 0)
-    return Clean()
-
-
-def _unpack_void(record: Readable) -> Void:
-    return Void(_offsets(_fields(record, 1)[0]))
-
-
-def _unpack_owner(record: Readable) -> Owner:
-    token, name = _fields(record, 2)
-    return Owner(_u64(token), _text(name))
-
-
-def _unpack_damaged(record: Readable) -> Damaged:
-    items = _rows(_fields(record, 1)[0], 2)
-    return Damaged([(_u64(offset), _text(reason)) for offset, reason in items])
-
-
-_UNPACK: Final[dict[int, Callable[[Readable], AnyRecord]]] = {
-    PUT: unpack_put,
-    DELIVER: _unpack_deliver,
-    ACK: _unpack_ack,
-    RETURN: _unpack_return,
-    DEAD: _unpack_dead,
-    EXTEND: _unpack_extend,
-    REDRIVE: _unpack_redrive,
-    CANCEL: _unpack_cancel,
-    PURGE: _unpack_purge,
-    PURGE_DEAD: _unpack_purge_dead,
-    TOPIC: _unpack_topic,
-    GROUP: _unpack_group,
-    GROUP_DROP: _unpack_group_drop,
-    PAUSE: _unpack_pause,
-    REPLAY: _unpack_replay,
-    OPTION: _unpack_option,
-    CHECKPOINT: _unpack_checkpoint,
-    CARRY: _unpack_carry,
-    CLEAN: _unpack_clean,
-    VOID: _unpack_void,
-    OWNER: _unpack_owner,
-    DAMAGED: _unpack_damaged,
-}
+def _fields(record: Readable, count: int) -> list[Any]:
+    """Return the `count` fields of a msgpack record; a later version may have added more."""
+    fields = _unpackb(record[1:])
+    if type(fields) is not list or len(fields) < count:
+        raise ValueError(f"a record of type {record[0]} without its {count} fields")
+    return fields[:count]
 
 
 def _unpackb(data: Readable) -> Any:
@@ -894,21 +367,9 @@ def _unpackb(data: Readable) -> Any:
         raise ValueError(f"not msgpack: {error}") from None
 
 
-def _fields(record: Readable, count: int) -> list[Any]:
-    """Return the `count` fields of a msgpack record; a later version may have added more."""
-    fields = _unpackb(record[1:])
-    if type(fields) is not list or len(fields) < count:
-        raise ValueError(f"a record of type {record[0]} without its {count} fields")
-    return fields[:count]
+# What one field must be
 
-
-def _rows(value: Any, count: int) -> list[list[Any]]:
-    if type(value) is not list:
-        raise ValueError("a record with something else than a list")
-    for row in value:
-        if type(row) is not list or len(row) < count:
-            raise ValueError("a record with an item that is too short")
-    return [row[:count] for row in value]
+Check = Callable[[Any], Any]
 
 
 def _u64(value: Any) -> int:
@@ -947,10 +408,32 @@ def _key_hash(value: Any) -> bytes:
     return value or NO_KEY
 
 
-def _offsets(value: Any) -> list[int]:
-    if type(value) is not list:
-        raise ValueError("a record with something else than a list of offsets")
-    return [_u64(offset) for offset in value]
+def _kind(value: Any) -> int:
+    if value not in (NACK, LAPSED, DIED, RELEASE, UNDO):
+        raise ValueError(f"a RETURN of kind {value!r}")
+    return int(value)
+
+
+def _state(value: Any) -> int:
+    if type(value) is not int or not STATE_READY <= value <= STATE_DEAD:
+        raise ValueError(f"a carried message in state {value!r}")
+    return value
+
+
+def _start(value: Any) -> str | int:
+    return value if value in ("earliest", "latest") else _u64(value)
+
+
+def _put(value: Any) -> bytes:
+    unpack_put(_bytes(value))
+    return _bytes(value)
+
+
+def _cursors(value: Any) -> list[int]:
+    cursors: list[int] = _each_u64(value)
+    if len(cursors) != PRIORITIES:
+        raise ValueError("a checkpoint whose group has not one cursor a priority")
+    return cursors
 
 
 def _options(value: Any) -> dict[str, Any]:
@@ -965,3 +448,77 @@ def _failure(value: Any) -> Failure | None:
     if type(value) is not list or len(value) < 3:
         raise ValueError("a record with half a failure")
     return (_u64(value[0]), _text(value[1]), _text(value[2]))
+
+
+def _each(check: Check) -> Check:
+    """Return what checks a list."""
+
+    def checked(value: Any) -> Any:
+        if type(value) is not list:
+            raise ValueError("a record with something else than a list")
+        return [check(item) for item in value]
+
+    return checked
+
+
+def _row(*checks: Check, of: Callable[..., Any] = lambda *fields: fields) -> Check:
+    """Return what checks one item of several fields; a later version may have added more."""
+
+    def checked(value: Any) -> Any:
+        if type(value) is not list or len(value) < len(checks):
+            raise ValueError("a record with an item that is too short")
+        return of(*[check(field) for check, field in zip(checks, value, strict=False)])
+
+    return checked
+
+
+_each_u64: Final = _each(_u64)
+_FIELDS: Final[dict[int, tuple[Callable[..., AnyRecord], tuple[Check, ...]]]] = {
+    RETURN: (Return, (_u64, _u64, _kind, _u64, _u32, _u32, _u32, _failure)),
+    DEAD: (Dead, (_u64, _u64, _text, _u64, _u32, _u32, _failure)),
+    EXTEND: (Extend, (_u64, _u64, _u64)),
+    REDRIVE: (Redrive, (_u64, _each(_row(_u64, _u64)))),
+    CANCEL: (Cancel, (_u32, _each_u64)),
+    PURGE: (Purge, (_u64,)),
+    PURGE_DEAD: (PurgeDead, (_u64, _each_u64)),
+    TOPIC: (Topic, (_u32, _text)),
+    GROUP: (Group, (_u32, _u64, _text, _start)),
+    GROUP_DROP: (GroupDrop, (_u64,)),
+    PAUSE: (Pause, (_u64, _u64, _text)),
+    REPLAY: (Replay, (_u64, _each(_row(_u64, _priority, _key_hash, _u64)))),
+    OPTION: (Option, (_options,)),
+    CHECKPOINT: (
+        Checkpoint,
+        (
+            _each(_row(_u32, _text, _u64, _u64, of=CheckpointTopic)),
+            _each(
+                _row(
+                    *(_u32, _u64, _text, _u64, _u64, _cursors),
+                    *(_u64, _u64, _u64, _u64, _text),
+                    of=CheckpointGroup,
+                )
+            ),
+            _options,
+            _each(_row(_u64, _priority, _u64, _u64)),
+        ),
+    ),
+    CARRY: (
+        Carry,
+        (
+            *(_u64, _u64, _u64, _put),
+            _each(
+                _row(
+                    *(_u64, _state, _u64, _u64, _u64, _u64, _u32, _u32, _u32, _u32),
+                    *(_each(_row(_u64, _text, _text)), _text, _u64),
+                    of=CarriedRow,
+                )
+            ),
+            _each(_row(_u64, _bytes)),
+            _each_u64,
+        ),
+    ),
+    CLEAN: (Clean, ()),
+    VOID: (Void, (_each_u64,)),
+    OWNER: (Owner, (_u64, _text)),
+    DAMAGED: (Damaged, (_each(_row(_u64, _text)),)),
+}
