@@ -219,18 +219,20 @@ def walk(
             data = read_at(fd, min(stop - offset, _WINDOW), offset + shift)
             fits = len(data) - 32
             base = offset
-            salted = salt + base
             at = 0
             while at <= fits:
                 crc, length, commit_flags, time_us, n, back = unpack(data, at)
                 part_end = at + 24 + length
+                offset, commit = base + at, commit_flags >> 8
                 # Everything out of the ordinary is for the slow path below.
-                if part_end > fits + 32 or commit_flags & 3 != 3 or not length:
+                if part_end > fits + 32 or commit_flags & 0xC3 != 3 or not length:
                     break
-                if check and crc32(data[at + 4 : part_end], salted + at & _MASK) != crc:
+                if check and crc32(data[at + 4 : part_end], salt + offset & _MASK) != crc:
+                    break
+                if commit > offset:
                     break
                 if n + 8 == length and back == 24:
-                    records = [(base + at + 24, data[at + 32 : part_end])]
+                    records = [(offset + 24, data[at + 32 : part_end])]
                 else:
                     records = []
                     place = at + 24
@@ -246,14 +248,7 @@ def walk(
                 broken = False
                 yield new(
                     Frame,
-                    (
-                        base + at,
-                        base + part_end,
-                        time_us,
-                        commit_flags & 255,
-                        commit_flags >> 8,
-                        records,
-                    ),
+                    (offset, base + part_end, time_us, commit_flags & 255, commit, records),
                 )
                 at = part_end
             offset = base + at
