@@ -9,8 +9,9 @@ lock; a transaction lives within one call of the store.  The map grows with no t
 early enough that it is never full in one.  Some room behind the last page is kept allocated, so
 that acks and gets go on when the disk is full.
 
-The parts: `_index_rows` is what is stored, `_index_state` the open transaction, `_index_change`,
-`_index_keep` and `_index_fold` what records do, `_index_ask` what may be asked.
+The parts: `_index_rows` is what is stored, `_index_state` the open transaction, `_index_moves`
+how a message moves, `_index_change`, `_index_keep`, `_index_notes` and `_index_fold` what records
+do, `_index_ask` what may be asked.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Index:
             self._map_bytes *= 2
             self._env.set_mapsize(self._map_bytes)
         # Even a delete needs pages.  Without room the reserve is what is left of it.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no posix_fallocate
             if os.fstat(self._reserve_fd).st_size < used + RESERVE_BYTES // 2:
                 os.posix_fallocate(self._reserve_fd, used, RESERVE_BYTES)
 

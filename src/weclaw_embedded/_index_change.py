@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 
+from ._index_moves import Moves
 from ._index_rows import (
     ALONE,
     BACK,
@@ -42,7 +43,6 @@ from ._index_rows import (
     key_u64_u64,
     name_key,
 )
-from ._index_state import State
 from ._records import (
     Cancel,
     Group,
@@ -58,7 +58,7 @@ from ._records import (
 )
 
 
-class Change(State):
+class Change(Moves):
     """Folds the records that change topics, groups and sets of messages."""
 
     # Topics and groups
