@@ -96,6 +96,7 @@ class Session:
         "ready",
         "settled",
     )
+    may_write = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -174,8 +175,8 @@ class Session:
                 raise
             except OSError as error:
                 raise engine.fail(f"writing failed: {error}") from error
-            for step in self.after_write:
-                step()
+        for step in self.after_write:
+            step()
         tx = self._tx
         if tx is not None:
             if self._applied < len(self._appended):
@@ -321,8 +322,6 @@ class Engine:
         if pokes is not None:
             for kind, slots in pokes:
                 self.waker.poke(slots, kind)
-        if not session.must_sync:
-            self._check_place_now_and_then()
         if session.settled or self.page.words[LAST] != self._last_segment:
             self._upkeep_soon()
 
@@ -332,6 +331,7 @@ class Engine:
         words = self.page.words
         if words[FAILED] or self._failure:
             raise self._failed()
+        self._check_place_now_and_then()
         if words[WRITING]:
             # Its holder died, or was interrupted, in the middle of a write.
             self.log.heal()
@@ -355,7 +355,7 @@ class Engine:
 
             def frames() -> Iterator[Frame]:
                 nonlocal last
-                for frame in self.log.frames(applied, tail, on_damage=tx.note_damage):
+                for frame in self.log.frames(applied, tail, on_damage=self._damage_noter(tx)):
                     last = frame[0]
                     yield frame
 
@@ -380,7 +380,20 @@ class Engine:
             known = _records.unpack(self.log.read(checkpoint))
             assert isinstance(known, _records.Checkpoint), "the log marks its checkpoints"
             tx.seed(known, head)
-        tx.apply_many(self.log.frames(head, self.page.words[TAIL], on_damage=tx.note_damage))
+        noter = self._damage_noter(tx)
+        tx.apply_many(self.log.frames(head, self.page.words[TAIL], on_damage=noter))
+
+    def _damage_noter(self, tx: Tx) -> Callable[[int, str], None]:
+        def note(offset: int, reason: str) -> None:
+            logger.warning(
+                "%s: damage at offset %d: %s; it is set aside, the rest flows",
+                self.path,
+                offset,
+                reason,
+            )
+            tx.note_damage(offset, reason)
+
+        return note
 
     # -- durability ------------------------------------------------------------------------------
 
@@ -696,8 +709,10 @@ class Engine:
         self._upkeep_due = False
         # What it could not do now is done by the next call; a failure is in the shared page.
         with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
-            if not self.closed and maintain(self):
-                self._upkeep_soon()
+            wait_s = None if self.closed else maintain(self)
+            if wait_s is not None and not self._upkeep_due:
+                self._upkeep_due = True
+                self.timer.call_at(time.monotonic() + wait_s, self._upkeep)
 
     # -- the end ---------------------------------------------------------------------------------
 

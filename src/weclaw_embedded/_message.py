@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_UNREAD: Final = object()
-_COPIED_BYTES: Final = 1 << 16
 
 
 def to_datetime(us: int) -> datetime:
@@ -64,16 +62,17 @@ class Content:
         self.enqueued_us = time_us + put.meta.get(META_SKEW_US, 0)
         given = put.meta.get(META_ID)
         self.id: str = f"{offset:012x}{salt & 0xFFFFFFFF:08x}" if given is None else given
-        # A small body is a copy, so that it does not keep the part of the file it was in alive.
-        self._data = bytes(put.body) if len(put.body) <= _COPIED_BYTES else put.body
-        self._body: Any = _UNREAD
+        self._data = put.body
 
     def body(self, codec: _codecs.AnyCodec) -> Any:
         """The decoded body, decoded once. Raises SerializationError."""
-        if self._body is _UNREAD:
-            self._body = _codecs.decode(
-                self.codec, self.meta.get(META_CODEC), self._data, codec=codec
-            )
+        try:
+            return self._body
+        except AttributeError:
+            pass
+        self._body: Any = _codecs.decode(
+            self.codec, self.meta.get(META_CODEC), self._data, codec=codec
+        )
         return self._body
 
     @property

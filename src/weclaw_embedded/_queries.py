@@ -112,6 +112,11 @@ def swept(session: Session, address: Address, dead: list[int]) -> GroupState | N
         _delivery.sweep(session, group, address.retry, dead)
     elif group is not None:
         session.tx.move_due(group, session.now_us)
+        unread = session.may_write and not session.tx.groups(group.tid)
+        if unread and session.tx.expired(group, session.now_us):
+            # What ran out before anybody read the topic is a dead letter of its first group.
+            group = _delivery.group_of(session, address)
+            _delivery.sweep(session, group, address.retry, dead)
     return group
 
 

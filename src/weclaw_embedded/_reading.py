@@ -83,17 +83,18 @@ class Reading(Segments):
             if offset >> self.bits < self.state.words[HEAD]:
                 self._gone(offset)
             return self._record(offset)
-        if self._fill_window(offset):
-            return self.read(offset)
+        body = self._read_ahead(offset)
+        if body is not None:
+            return body
         self._load_part(offset)
         return self._record(offset)
 
-    def _fill_window(self, offset: int) -> bool:
-        """Read ahead from a record's place; True when `read` finds it there now."""
+    def _read_ahead(self, offset: int) -> bytes | None:
+        """Fill the window from a record's place on; None if that isn't one alone in its frame."""
         segment = offset >> self.bits
         begin = offset - PART_BYTES
         if begin < (segment << self.bits) + SLOT_BYTES or offset + 8 >= self.state.words[TAIL]:
-            return False
+            return None
         try:
             shift, salt = self.place(segment)
         except MissingSegmentError as error:
@@ -106,15 +107,15 @@ class Reading(Segments):
         stop = min(self.limit(segment), self.state.words[TAIL])
         data = _files.read_at(self.fd, min(self._window_bytes, stop - begin), begin + shift)
         if len(data) < 32:
-            return False
+            return None
         crc, length, commit_flags, _, n, back = PART_WITH_ENVELOPE.unpack_from(data)
         end = PART_BYTES + length
         if back != 24 or n + 8 != length or not commit_flags & FIRST or end > len(data):
-            return False
+            return None
         if crc32(data[4:end], (salt + begin) & _MASK) != crc:
-            return False
+            return None
         self._window, self._window_at = data, begin
-        return True
+        return data[32:end]
 
     def _load_part(self, offset: int) -> None:
         """Read and check the part in which the record at `offset` begins."""
@@ -232,6 +233,19 @@ class Reading(Segments):
             if frame[0] >= offset:
                 return frame[0]
         return tail
+
+    def boundary_before(self, offset: int) -> int:
+        """The beginning of a kept segment from which on every frame is met that holds or follows
+        `offset`: `frames` can start there."""
+        segment = max(offset >> self.bits, self.state.words[HEAD])
+        while segment > self.state.words[HEAD]:
+            shift, _ = self.place(segment)
+            first = (segment << self.bits) + SLOT_BYTES
+            head = _files.read_at(self.fd, PART_BYTES, first + shift)
+            if len(head) < PART_BYTES or PART.unpack(head)[2] & FIRST:
+                break
+            segment -= 1  # its frame began in the segment before
+        return segment << self.bits
 
     @property
     def head_offset(self) -> int:

@@ -23,6 +23,7 @@ from . import _clock, _files
 from ._engine import Engine, Record, Session
 from ._index import Index, Tx
 from ._opening import IN_USE, OWNER, PAGE_NAME, attach_page, read_header, scratch_of
+from ._options import StoreOptions
 from ._shared import DEAD_SEQ, SHIFT
 from ._wake import Timer
 from .errors import ClosedError, StorageError
@@ -55,6 +56,7 @@ class _Session(Session):
     """A session that can only look."""
 
     __slots__ = ()
+    may_write = False
 
     def append(self, records: Sequence[Record], policy: int = 0, **_: Any) -> list[int]:
         raise StorageError(
@@ -101,6 +103,7 @@ class ReadonlyEngine(Engine):
         self._read_lock = threading.Lock()
         self._pid = os.getpid()
         self._head = -1
+        self._adopted = []
         self.known_options = {}
         self.options_seen = -1
 
@@ -169,6 +172,10 @@ class ReadonlyEngine(Engine):
             if _files.is_locked(self.fd, OWNER + slot)
         ]
         page.close()
+
+    def look_with(self, options: StoreOptions) -> None:
+        """Take in the handle's options; nothing is recorded."""
+        self._adopted = [options]
 
     def dead_owners(self, everyone: bool) -> list[int]:
         return []

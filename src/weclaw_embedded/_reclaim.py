@@ -21,7 +21,7 @@ from typing import Final
 
 from . import _records
 from ._delivery import place
-from ._engine import Engine, Session
+from ._engine import UPKEEP_S, Engine, Session
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
 from .errors import CorruptError
@@ -33,25 +33,27 @@ _STEPS: Final = 8
 _CARRY_EXTRA_BYTES: Final = 200  # what a CARRY says besides the message
 
 
-def step(session: Session, force: bool) -> bool:
+def step(session: Session, force: bool) -> float | None:
     """Free the oldest segment if nothing needs it. `force`: retention does not hold it.
 
-    True when it was freed, so that another step may be worth it.
+    Returns 0.0 when it was freed, so that another step may be worth it; the seconds until
+    retention lets go of it; None when that is not a matter of time.
     """
     log = session.log
     words = log.state.words
     segment = words[HEAD]
     if segment >= words[LAST] or session.page.pinned() <= segment:
-        return False
+        return None
     start = segment << log.bits
     end = log.frames_end(segment) or (segment + 1) << log.bits
     tx = session.tx
-    if not force and _is_retained(session, tx, segment, end):
-        return False
-    live = tx.live_in(start, (segment + 1) << log.bits)
-    records = _carries(session, tx, live)
+    if not force:
+        wait_s = _retained_s(session, tx, segment, end)
+        if wait_s != 0.0:
+            return wait_s
+    records = _carries(session, tx, tx.live_in(start, (segment + 1) << log.bits))
     if records is None:
-        return False
+        return None
     checkpoint = log.checkpoint()
     if not checkpoint or checkpoint >> log.bits <= segment:
         # In a frame of its own, which begins with it: that is how a rebuild finds it.
@@ -60,18 +62,20 @@ def step(session: Session, force: bool) -> bool:
         session.append(records)
     session.after_write.append(lambda: log.free(segment))
     tx.drop_below((segment + 1) << log.bits)
-    return True
+    return 0.0
 
 
-def _is_retained(session: Session, tx: Tx, segment: int, end: int) -> bool:
-    """Whether retention, by age and by size, still wants the settled messages of the segment."""
+def _retained_s(session: Session, tx: Tx, segment: int, end: int) -> float | None:
+    """How long retention still wants the settled messages of the segment: 0.0 no more, None as
+    long as there is room."""
     age_s, size_bytes = session.option("retention"), session.option("retention_bytes")
-    if age_s is not None and session.now_us - session.log.end_time_us(segment) > age_s * 1e6:
-        return False
-    if size_bytes is None:
-        return age_s is None or age_s > 0
+    left_s = None
+    if age_s is not None:
+        left_s = max(0.0, age_s - (session.now_us - session.log.end_time_us(segment)) / 1e6)
+    if left_s == 0.0 or size_bytes is None:
+        return left_s
     kept_after = session.log.pending_tail - end
-    return bool(kept_after <= size_bytes + tx.live_bytes())
+    return left_s if kept_after <= size_bytes + tx.live_bytes() else 0.0
 
 
 def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record] | None:
@@ -108,13 +112,16 @@ def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record]
     ]
 
 
-def maintain(engine: Engine, *, force: bool = False) -> bool:
-    """Free what can be freed and give space back, a bounded amount. True when more may follow."""
+def maintain(engine: Engine, *, force: bool = False) -> float | None:
+    """Free what can be freed and give space back, a bounded amount. Returns the seconds after
+    which another call is worth it; None when that is no matter of time."""
     freed = 0
-    while freed < _STEPS and engine.execute(step, force):
-        freed += 1
+    wait_s: float | None = 0.0
+    while freed < _STEPS and wait_s == 0.0:
+        wait_s = engine.execute(step, force)
+        freed += wait_s == 0.0
     if freed:
         # Before slots are used again, the records that freed them must be on stable storage.
         engine.flush()
     engine.execute(lambda session: session.log.trim())
-    return freed == _STEPS
+    return None if wait_s is None else max(wait_s, UPKEEP_S)

@@ -14,6 +14,7 @@ It knows nothing of messages, and nothing of what the words mean to the log.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -137,6 +138,7 @@ class SharedPage(LogState):
             return
         fresh = mmap.mmap(self._fd, n_bytes, access=self._access, offset=_SLOTS_AT)
         self.slots = memoryview(fresh).cast("Q")
+        # The old one goes with the last view of it, which another thread may be using.
         self._slots_map = fresh
 
     def grow_slots(self, n: int) -> None:
@@ -242,8 +244,17 @@ class SharedPage(LogState):
         return (found.st_dev, found.st_ino) == self.identity
 
     def close(self) -> None:
-        """Unmap. Views that a log still holds keep the mapping alive until they are gone."""
-        os.close(self._fd)
+        """Unmap. Whoever still looks, in a thread that is on its way out, sees the last state."""
+        words, slots = self.words, self.slots
+        self.words = memoryview(bytearray(words)).cast("Q")
+        self.slots = memoryview(bytearray(slots)).cast("Q")
+        with contextlib.suppress(BufferError):
+            words.release()
+            slots.release()
+            self._map.close()
+            if self._slots_map is not None:
+                self._slots_map.close()
+        _files.close(self._fd)
 
 
 def mask_of(tid: int) -> int:

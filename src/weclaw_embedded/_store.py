@@ -80,10 +80,10 @@ def open(
         LockedError, StoreFailedError: others have the file open in a way that excludes this.
         StorageError, DiskFullError: it can't be opened or made.
     """
-    arguments = {name: value for name, value in locals().items() if name != "path"}
-    return Store(
-        path, store_options(arguments), {k: v for k, v in arguments.items() if v is not UNSET}
-    )
+    arguments = {
+        name: value for name, value in locals().items() if name != "path" and value is not UNSET
+    }
+    return Store(path, store_options(arguments), arguments)
 
 
 class Store:
@@ -109,7 +109,9 @@ class Store:
         if self.readonly:
             from ._readonly import open_readonly
 
-            return open_readonly(self.path)
+            looking = open_readonly(self.path)
+            looking.look_with(self._options)
+            return looking
         engine = _registry.acquire(self.path, self._options.segment_bytes, DEFAULT_SEGMENT_BYTES)
         try:
             engine.adopt(self._options, self._consumer)

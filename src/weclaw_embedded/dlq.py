@@ -262,7 +262,7 @@ class DeadLetterQueue:
                     session.settled |= mask_of(group.tid)
                 return len(items)
 
-            done += queue._run(redrive)
+            done += queue._change(redrive)
             if wanted is not None:
                 break
         return done
@@ -313,7 +313,7 @@ class DeadLetterQueue:
                     session.settled |= mask_of(group.tid)
                 return len(gone)
 
-            done += queue._run(purge)
+            done += queue._change(purge)
             if wanted is not None:
                 return done
 

@@ -197,6 +197,14 @@ class Queue:
             )
         return self._store._engine
 
+    def _change(self, operation: Callable[..., T], *args: Any) -> T:
+        return self._writable().execute(operation, *args)
+
+    def _writable(self) -> Engine:
+        """The engine, for a change. Raises StorageError when the file was opened to look only."""
+        self._engine  # noqa: B018  a closed queue says so first
+        return self._store._writable()
+
     def _run(self, operation: Callable[..., T], *args: Any) -> T:
         return self._engine.execute(operation, *args)
 
@@ -329,7 +337,9 @@ class Queue:
         if delay != 0:
             message.delay_us = int(check_seconds("delay", delay) * 1e6)
         if eta is not None:
-            message.delay_us = max(message.delay_us, _until(eta))
+            if message.delay_us:
+                raise ValueError("give either delay or eta; nothing was put")
+            message.delay_us = _until(eta)
         if ttl is not None:
             message.ttl_us = int(check_seconds("ttl", ttl, positive=True) * 1e6)
         if headers is not None:
@@ -339,7 +349,7 @@ class Queue:
         return message
 
     def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
-        engine = self._engine
+        engine = self._writable()
         options = self._store._options
         _delivery.check_size(messages, engine.option("max_message_bytes"))
         until_s = _deadline(block, timeout)
@@ -370,7 +380,7 @@ class Queue:
         """Take a message out of every group. False if it is unknown, or any group holds it or has
         settled it; then nothing is changed.
         """
-        return self._run(_queries.cancel, self._address, _text("id", id), self._policy)
+        return self._change(_queries.cancel, self._address, _text("id", id), self._policy)
 
     # -- get ---------------------------------------------------------------------------------------
 
@@ -410,7 +420,7 @@ class Queue:
     def _take(
         self, n: int, block: bool, timeout: float | None, visibility_timeout: float | Unset | None
     ) -> list[Message]:
-        engine = self._engine
+        engine = self._writable()
         visibility_s = self._visibility(visibility_timeout)
         until_s = _deadline(block, timeout)
         while True:
@@ -493,7 +503,7 @@ class Queue:
     def _commit(
         self, acks: list[tuple[Lease, bytes]], puts: list[tuple[Address, Encoded]]
     ) -> list[str]:
-        engine = self._engine
+        engine = self._writable()
         _delivery.check_size([message for _, message in puts], engine.option("max_message_bytes"))
         return engine.execute(_delivery.transact, acks, puts, self._policy)
 
@@ -629,16 +639,16 @@ class Queue:
         """Throw away all that is ready or delayed in this group; returns how many. What is leased
         or dead stays.
         """
-        return self._run(_queries.purge, self._address, self._policy)
+        return self._change(_queries.purge, self._address, self._policy)
 
     def pause(self, seconds: float, reason: str | None = None) -> None:
         """No deliveries from this topic and group for so long, in any process, over restarts."""
         seconds = check_seconds("seconds", seconds, positive=True)
-        self._run(_queries.pause, self._address, seconds, clip(reason, ""), self._policy)
+        self._change(_queries.pause, self._address, seconds, clip(reason, ""), self._policy)
 
     def resume(self) -> None:
         """End a pause."""
-        self._run(_queries.pause, self._address, 0.0, "", self._policy)
+        self._change(_queries.pause, self._address, 0.0, "", self._policy)
 
     def replay(
         self,
@@ -664,7 +674,7 @@ class Queue:
             raise TypeError("replay takes exactly one of offset, since, ids; nothing was changed")
         if isinstance(ids, str):
             raise TypeError(f"ids takes several ids, not one str; use [{ids!r}]")
-        engine = self._engine
+        engine = self._writable()
         engine.execute(_delivery.group_of, self._address)
         if ids is not None:
             return self._replay_ids([_text("id", one) for one in ids])
@@ -706,7 +716,7 @@ class Queue:
         done = 0
         batch: list[_queries.Candidate] = []
         end = engine.page.words[0]
-        for frame in engine.log.frames(engine.log.next_boundary(start), end):
+        for frame in engine.log.frames(engine.log.boundary_before(start), end, on_damage=_ignore):
             if since_us and frame[2] < since_us:
                 continue
             for at, record in frame[5]:
@@ -754,6 +764,10 @@ class Queue:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._closed = True
             self._store._drop()
+
+
+def _ignore(offset: int, reason: str) -> None:
+    """Damage is reported where messages are read."""
 
 
 def _reopen(path: str, store: dict[str, Any], queue: dict[str, Any]) -> Queue:
