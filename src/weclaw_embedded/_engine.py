@@ -230,6 +230,7 @@ class Engine:
         self.closed = False
         self.waker = Waker(self.directory, self.slot, self.fd)
         self.timer = Timer("weclaw-timer")
+        self.io: Any = None  # what serves event loops, made by `_io` when first needed
         # Leases of this process: (gid, offset) -> the record that would hand it back.
         self.held: dict[tuple[int, int], Any] = {}
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
@@ -721,6 +722,8 @@ class Engine:
         if self.closed:
             return
         try:
+            if self.io is not None:
+                self.io.close()
             if not (self.page.words[FAILED] or self._failure):
                 with contextlib.suppress(StoreFailedError, DiskFullError):
                     self._hand_back()

@@ -20,6 +20,7 @@ from .errors import ClosedError, DiskFullError, LeaseLostError
 
 if TYPE_CHECKING:
     from ._delivery import Lease
+    from ._engine import Engine
     from .queue import Queue
 
 T = TypeVar("T")
@@ -206,13 +207,13 @@ class Message:
             queue._policy,
         )
         if died:
-            queue._tell_dead([self.offset])
+            self._died()
 
     def fail(self, reason: str | None = None) -> None:
         """Straight to the dead letters, whatever retries are left."""
         queue = self._queue
         self._settle(_delivery.fail, clip(reason, "failed"), queue._consumer, queue._policy)
-        queue._tell_dead([self.offset])
+        self._died()
 
     def release(self) -> None:
         """Not now: ready for the next consumer at once, no retry counted."""
@@ -245,7 +246,7 @@ class Message:
                 f"message {self.id} is held by the parent process; nothing was changed"
             )
         try:
-            return engine.execute(operation, lease, *args)
+            return self._execute(engine, operation, lease, *args)
         except DiskFullError:
             lease.over = False  # nothing was written: it is still held
             engine.held.setdefault((lease.gid, lease.offset), lease)
@@ -254,6 +255,13 @@ class Message:
             if lease.over:
                 raise LeaseLostError(f"message {self.id} was settled already") from None
             raise
+
+    def _execute(self, engine: Engine, operation: Callable[..., T], *args: Any) -> T:
+        return engine.execute(operation, *args)
+
+    def _died(self) -> None:
+        """It became a dead letter by this very call."""
+        self._queue._tell_dead([self.offset])
 
     # -- with --------------------------------------------------------------------------------------
 
