@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -256,6 +257,55 @@ def test_a_reader_of_freed_and_reused_space_gets_lookup_error(path: Path) -> Non
             pass
     for log in (writer, reader):
         _files.close(log.fd)
+
+
+def test_reading_goes_on_in_threads_while_others_write_and_free(path: Path) -> None:
+    """Threads that read without a lock get true bytes or LookupError, whatever goes on."""
+    with opened(path) as (log, _):
+        written = {put(log, *bodies)[0]: bodies[0] for bodies in [(b"a" * 99, b"b")] * 50}
+        failures: list[BaseException] = []
+        done = threading.Event()
+
+        def read(seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                while not done.is_set():
+                    offset = rng.choice(list(written))
+                    try:
+                        assert log.read(offset) == written[offset]
+                        assert log.time_of(offset) == 1000
+                    except LookupError:
+                        assert offset < log.head_offset
+            except Exception as error:  # noqa: BLE001  reported by the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        rng = random.Random(9)
+        for n in range(600):
+            group = [rng.randbytes(rng.choice((5, 500, 20_000))) for _ in range(rng.choice((1, 3)))]
+            offsets = log.append([(body,) for body in group], SYNC, 1000)
+            log.write()
+            written.update(zip(offsets, group, strict=True))
+            if n % 50 == 49:
+                sync(log)
+                log.free(log.segments()[-2])
+                log.trim()
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+
+
+def test_a_healed_log_still_reads_what_it_remembers(path: Path) -> None:
+    """heal() forgets where segments are, not what is in them."""
+    with opened(path) as (log, _):
+        offsets = put(log, b"one") + put(log, b"two")
+        assert log.read(offsets[0]) == b"one"
+        log.state.words[WRITING] = 1
+        log.heal()
+        assert [log.read(n) for n in offsets] == [b"one", b"two"]
 
 
 # Space ------------------------------------------------------------------------------------------

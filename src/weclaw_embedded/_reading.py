@@ -10,7 +10,7 @@ It must not know what records mean.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 from zlib import crc32
 
 from . import _files
@@ -36,18 +36,19 @@ _SMALL_WINDOW = 4096
 _LARGE_WINDOW = 64 << 10
 _MASK = 0xFFFFFFFF
 
+# A checked part: (its offset, its bytes, position of each envelope -> length, its time).
+_Part: TypeAlias = tuple[int, bytes, dict[int, int], int]
+
 
 class Reading(Segments):
     """The part of a log that only looks."""
 
-    # A window of the file: bytes of one segment, from `_window_at` on, all of them below the tail
-    # when they were read.
-    _window = b""
-    _window_at = 0
+    # A window of the file: (offset it begins at, bytes of one segment, all of them below the tail
+    # when they were read, that segment's salt).
+    _window: tuple[int, bytes, int] = (0, b"", 0)
     _window_bytes = _SMALL_WINDOW
-    # The last part with more than one record, or larger than the window, that was checked:
-    # (its offset, its bytes, position of each envelope -> length, its time).
-    _part: tuple[int, bytes, dict[int, int], int] = (0, b"", {}, 0)
+    # The last part with more than one record, or larger than the window, that was checked.
+    _part: _Part = (0, b"", {}, 0)
     # Where the log was last known to end, and (offset, checksum) of the frame that ends there.
     _last: tuple[int, tuple[int, int]] = (-1, (0, 0))
 
@@ -57,8 +58,8 @@ class Reading(Segments):
         Raises LookupError when no record begins there or it is no longer kept, CorruptError when
         it is damaged.
         """
-        at = offset - self._window_at
-        window = self._window
+        begin, window, salt = self._window
+        at = offset - begin
         if 24 <= at <= len(window) - 8:
             crc, length, commit_flags, _, n, back = PART_WITH_ENVELOPE.unpack_from(window, at - 24)
             end = at + n + 8
@@ -68,26 +69,16 @@ class Reading(Segments):
                 and end <= len(window)
                 and commit_flags & 1
                 and offset >> self.bits >= self.state.words[HEAD]
-                and crc32(
-                    window[at - 20 : end],
-                    (self._places[offset >> self.bits][1] + offset - 24) & _MASK,
-                )
-                == crc
+                and crc32(window[at - 20 : end], salt + offset - 24 & _MASK) == crc
             ):
                 return window[at + 8 : end]
-        return self._read(offset)
-
-    def _read(self, offset: int) -> bytes:
-        """Read by way of the file: the general case of `read`."""
-        if self._part[0] < offset < self._part[0] + len(self._part[1]):
+        begin, data, _, _ = part = self._part
+        if begin < offset < begin + len(data):
             if offset >> self.bits < self.state.words[HEAD]:
                 self._gone(offset)
-            return self._record(offset)
+            return self._record(offset, part)
         body = self._read_ahead(offset)
-        if body is not None:
-            return body
-        self._load_part(offset)
-        return self._record(offset)
+        return self._record(offset, self._load_part(offset)) if body is None else body
 
     def _read_ahead(self, offset: int) -> bytes | None:
         """Fill the window from a record's place on; None if that isn't one alone in its frame."""
@@ -99,7 +90,7 @@ class Reading(Segments):
             shift, salt = self.place(segment)
         except MissingSegmentError as error:
             raise CorruptError(offset, error.reason) from None
-        if 0 <= begin - self._window_at - len(self._window) + 512 < 1024:
+        if 0 <= begin - self._window[0] - len(self._window[1]) + 512 < 1024:
             # Read on where the last window ended: somebody goes through the log.
             self._window_bytes = min(2 * self._window_bytes, _LARGE_WINDOW)
         else:
@@ -114,10 +105,10 @@ class Reading(Segments):
             return None
         if crc32(data[4:end], (salt + begin) & _MASK) != crc:
             return None
-        self._window, self._window_at = data, begin
+        self._window = (begin, data, salt)
         return data[32:end]
 
-    def _load_part(self, offset: int) -> None:
+    def _load_part(self, offset: int) -> _Part:
         """Read and check the part in which the record at `offset` begins."""
         segment = offset >> self.bits
         first = (segment << self.bits) + SLOT_BYTES
@@ -142,10 +133,11 @@ class Reading(Segments):
             self._gone(offset)
         if offset - begin not in found:
             raise LookupError(f"no record begins at offset {offset}")
-        self._part = (begin, part, found, time_us)
+        loaded = self._part = (begin, part, found, time_us)
+        return loaded
 
-    def _record(self, offset: int) -> bytes:
-        begin, part, found, time_us = self._part
+    def _record(self, offset: int, loaded: _Part) -> bytes:
+        begin, part, found, time_us = loaded
         at = offset - begin
         length = found.get(at)
         if length is None:
@@ -200,15 +192,14 @@ class Reading(Segments):
 
     def time_of(self, offset: int) -> int:
         """The time (us) of the frame that the record at `offset` is in."""
-        at = offset - self._window_at
-        if 24 <= at <= len(self._window) - 8 and offset >> self.bits >= self.state.words[HEAD]:
-            back = ENVELOPE.unpack_from(self._window, at)[1]
-            if back == 24:
-                self.read(offset)
-                if self._window_at <= offset - 24:
-                    return int(PART.unpack_from(self._window, offset - 24 - self._window_at)[3])
-        self._load_part(offset)
-        return self._part[3]
+        if self._part[0] < offset and offset - self._part[0] in self._part[2]:
+            return self._part[3]
+        self.read(offset)
+        begin, window, _ = self._window
+        at = offset - begin
+        if 24 <= at <= len(window) - 8 and ENVELOPE.unpack_from(window, at)[1] == 24:
+            return int(PART.unpack_from(window, at - 24)[3])
+        return self._load_part(offset)[3]
 
     def salt(self, offset: int) -> int:
         """The salt of the segment that `offset` is in."""
@@ -236,7 +227,8 @@ class Reading(Segments):
 
     def boundary_before(self, offset: int) -> int:
         """The beginning of a kept segment from which on every frame is met that holds or follows
-        `offset`: `frames` can start there."""
+        `offset`: `frames` can start there.
+        """
         segment = max(offset >> self.bits, self.state.words[HEAD])
         while segment > self.state.words[HEAD]:
             shift, _ = self.place(segment)

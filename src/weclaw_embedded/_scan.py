@@ -193,7 +193,6 @@ def walk(
     envelope = ENVELOPE.unpack_from
     read_at = _files.read_at
     new = tuple.__new__  # twice as fast as calling the class
-    budget = budget or Budget()
     first_kept = words[HEAD]
     # Later parts are passed over if their frame was reported as damaged, or began before `start`.
     broken = start >> bits > first_kept and start & (log.segment_bytes - 1) <= SLOT_BYTES
@@ -263,6 +262,7 @@ def walk(
                 ):
                     raise BadPartError(offset, "a frame without its beginning", frame[1])
             except BadPartError as bad:
+                budget = budget or Budget()
                 offset = _pass_over(
                     log, bad, offset, stop, shift, salt, on_damage, open_end, budget, broken
                 )

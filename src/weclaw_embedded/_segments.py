@@ -148,8 +148,9 @@ class Segments:
         self._slot_of = {n: slot for n, slot in in_use if head <= n < FREE - 1}
         self._order = sorted(self._slot_of)
         for cache in (self._places, self._prev_ends):
-            for segment in [n for n in cache if n < head]:
-                del cache[segment]
+            for segment in list(cache):  # in one step: other threads may look up meanwhile
+                if segment < head:
+                    cache.pop(segment, None)
 
     def forget(self) -> None:
         """Drop everything remembered, after segments were moved or cut under us."""

@@ -460,7 +460,7 @@ class Log(Reading):
         """
         self.discard()
         self.forget()
-        self._window, self._part, self._last = b"", (0, b"", {}, 0), (-1, (0, 0))
+        self._window, self._part, self._last = (0, b"", 0), (0, b"", {}, 0), (-1, (0, 0))
         return recover(
             self,
             commit=commit,
