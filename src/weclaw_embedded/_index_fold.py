@@ -14,6 +14,7 @@ Nothing here reads the clock or the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from struct import Struct
 from typing import Any, Final
 
 import lmdb
@@ -28,6 +29,7 @@ from ._index_rows import (
     ROW_FLAGS,
     ROW_KEYED,
     U64,
+    Chunk,
     GroupState,
     Row,
     TopicState,
@@ -68,6 +70,7 @@ Fresh = dict[int, dict[int, tuple[int, int, int]]]  # gid: offset: priority, own
 _PUT_SIZE: Final = PUT_HEAD.size
 _ACK_SIZE: Final = ACK_HEAD.size
 _DELIVER_SIZE: Final = DELIVER_HEAD.size
+_DELIVER_ONE: Final = Struct("<BBHIQQQQB")  # a DELIVER of one message, head and item
 _NO_PRIORITY: Final = PRIORITIES << 4  # the second byte of a PUT from which on it is none
 _LAST_ENTRY: Final = CHUNK_ENTRIES - 1
 _NARROW: Final = 2**32 - 1
@@ -205,7 +208,6 @@ class Fold(Keep, Notes):
                     continue
             if fresh is not None:
                 self._write_leases(fresh)
-                leases = None
             self._deliver_other(group, topic, message, priority, owner, deadline_ns)
         group.picks += count
         if deadline_ns < group.next_deadline_ns:
@@ -344,16 +346,21 @@ class Fold(Keep, Notes):
 
     def _apply_many(self, frames: Iterable[Frame]) -> int:
         # One loop, because a call a record would cost a third of it.  Leases stay in `fresh`
-        # until a record comes that may look for them elsewhere, or the end.
+        # until a record comes that may look for them elsewhere, or the end.  At hand are the
+        # queue last put to, and the group last delivered to with the chunk its cursor is in.
         last = 0
         unpack_put = PUT_HEAD.unpack_from
         unpack_ack = ACK_HEAD.unpack_from
+        unpack_one = _DELIVER_ONE.unpack_from
         fresh: Fresh = {}
-        tid = priority = -1
-        for _, last, time_us, _, _, records in frames:  # noqa: B007  the end of the last is returned
+        leases: dict[int, tuple[int, int, int]] = {}
+        tid = priority = at = lane = -1
+        group, reading, cursor, low = GroupState(0, 0, ""), Chunk(), [0], 0
+        for _, last, time_us, _, _, records in frames:  # noqa: B007  the last end is returned
             for offset, record in records:
                 kind = record[0] if record else 0
-                if kind == PUT and len(record) >= _PUT_SIZE:
+                size = len(record)
+                if kind == PUT and size >= _PUT_SIZE:
                     _, packed, meta_size, put_tid = unpack_put(record)
                     if not meta_size and packed < _NO_PRIORITY:
                         if put_tid != tid or packed >> 4 != priority:
@@ -364,7 +371,7 @@ class Fold(Keep, Notes):
                             self._changed_topics[tid] = topic
                             topic.changed |= bit
                         topic.puts += 1
-                        topic.put_bytes += len(record)
+                        topic.put_bytes += size
                         deltas = chunk.deltas
                         distance = offset - chunk.base
                         if 0 < len(deltas) < _LAST_ENTRY and distance <= _NARROW:
@@ -376,20 +383,43 @@ class Fold(Keep, Notes):
                             topic.changed |= bit
                         continue
                 elif kind == DELIVER:
+                    if size == _DELIVER_ONE.size:
+                        _, _, count, _, gid, owner, deadline_ns, message, flags = unpack_one(record)
+                        if gid == at and flags == lane and count == 1:
+                            deltas = reading.deltas
+                            place = cursor[lane >> 4] - low
+                            if place < len(deltas) and reading.base + deltas[place] == message:
+                                cursor[lane >> 4] += 1
+                                leases[message] = (lane >> 4, owner, deadline_ns)
+                                group.n_leased += 1
+                                group.picks += 1
+                                if deadline_ns < group.next_deadline_ns:
+                                    group.next_deadline_ns = deadline_ns
+                                continue
+                        self._deliver(offset, time_us, record, fresh)
+                        at = -1
+                        if gid in fresh and flags & FROM_QUEUE and flags < _NO_PRIORITY:
+                            at, lane, group, leases = gid, flags, self._groups[gid], fresh[gid]
+                            cursor = group.cursor
+                            number = cursor[lane >> 4] // CHUNK_ENTRIES
+                            low = number * CHUNK_ENTRIES
+                            reading = self._chunk(self._topic(group.tid), lane >> 4, number)
+                        continue
                     self._deliver(offset, time_us, record, fresh)
                     continue
-                elif kind == ACK and len(record) >= _ACK_SIZE:
+                elif kind == ACK and size >= _ACK_SIZE:
                     _, _, _, _, gid, message = unpack_ack(record)
-                    leases = fresh.get(gid)
-                    if leases is not None and leases.pop(message, None) is not None:
-                        group = self._groups[gid]
+                    if gid != at and gid in fresh:
+                        at, lane, group, leases = gid, -1, self._groups[gid], fresh[gid]
+                    if gid == at and leases.pop(message, None) is not None:
                         group.n_leased -= 1
                         group.settled += 1
-                        if len(record) > _ACK_SIZE:
+                        if size > _ACK_SIZE:
                             self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
                         continue
                 if kind != PUT and kind != ACK:
                     self._write_leases(fresh)
+                    at = -1  # the group may be another one now
                 self._apply(offset, time_us, record)
                 tid = -1  # it may have begun another chunk
         self._write_leases(fresh)
@@ -403,7 +433,7 @@ class Fold(Keep, Notes):
                     key_u64_u64(LEASED, gid, message),
                     first_lease(priority, message, owner, deadline_ns),
                 )
-        fresh.clear()
+            leases.clear()
 
 
 def _tell(row: Row, failure: Failure | None) -> None:
