@@ -87,6 +87,7 @@ _HEAD = Struct("<4sIQ")
 SLOT_MAGIC = b"WQSG"
 SLOT_BYTES = 64  # of a slot header; a slot has one at each end
 _SLOT = Struct("<4sIQIIQQQQQ")
+_SLOT_FIELDS = Struct("<QIIQQQQQ")  # the same without magic and crc
 
 PART = Struct("<IIQQ")
 PART_BYTES = PART.size
@@ -141,6 +142,9 @@ class SlotHeader(NamedTuple):
     epoch: int
     checkpoint: int  # offset of the latest Checkpoint frame then; 0: none
     created_us: int
+
+
+_new = tuple.__new__  # twice as fast as `SlotHeader._make`; an opening reads thousands
 
 
 def check_segment_bytes(n: int) -> int:
@@ -243,21 +247,20 @@ def pack_slot(slot: SlotHeader, store_id: bytes) -> bytes:
 
 def unpack_slot(data: bytes, store_id: bytes, segment_bytes: int) -> SlotHeader | None:
     """Read a slot header; None when these bytes are none of this file's."""
-    if len(data) < SLOT_BYTES or data[:4] != SLOT_MAGIC:
+    if data[:4] != SLOT_MAGIC or len(data) < SLOT_BYTES:
         return None
-    _, crc, *fields = _SLOT.unpack_from(data)
-    if crc != crc32(data[8:SLOT_BYTES], crc32(store_id)):
+    if int.from_bytes(data[4:8], "little") != crc32(data[8:SLOT_BYTES], crc32(store_id)):
         return None
-    slot = SlotHeader(*fields)
-    start = slot.segment * segment_bytes
-    if start > MAX_OFFSET - 2 * segment_bytes or slot.head > slot.segment or not slot.salt:
+    fields = _SLOT_FIELDS.unpack_from(data, 8)
+    segment, salt, _, prev_end, head, _, checkpoint, _ = fields
+    start = segment * segment_bytes
+    if start > MAX_OFFSET - 2 * segment_bytes or head > segment or not salt:
         return None
-    if slot.segment == 0:
-        return slot if slot.prev_end == 0 else None
-    lowest = start - segment_bytes + SLOT_BYTES
-    if not lowest <= slot.prev_end <= start - SLOT_BYTES or slot.checkpoint >= start:
+    if segment == 0:
+        return _new(SlotHeader, fields) if prev_end == 0 else None
+    if not SLOT_BYTES <= prev_end - start + segment_bytes <= segment_bytes - SLOT_BYTES:
         return None
-    return slot
+    return _new(SlotHeader, fields) if checkpoint < start else None
 
 
 def part_checksum(after_crc: bytes, salt: int, offset: int) -> int:

@@ -178,7 +178,7 @@ def _find_segments(log: Segments) -> None:
     """Fill the slot table, HEAD and LAST from the slot headers and the head record."""
     words = log.state.words
     n_slots = _n_slots(log)
-    headers = {slot: header for slot in range(n_slots) if (header := log.read_slot(slot))}
+    headers = _slot_headers(log, n_slots)
     recorded = unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
     last = max((header.segment for header in headers.values()), default=-1)
     head = max([recorded, *(header.head for header in headers.values())])
@@ -219,6 +219,19 @@ def _find_segments(log: Segments) -> None:
             if headers[slot].segment >= head:
                 # Another one's double, which must not be taken for it the next time.
                 _erase_header(log, slot)
+
+
+def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:
+    """The header of each slot that has one.  Thousands at each opening, so without detours."""
+    headers = {}
+    fd, store_id, segment_bytes = log.fd, log.header.store_id, log.segment_bytes
+    read_at = _files.read_at
+    for slot in range(n_slots):
+        data = read_at(fd, SLOT_BYTES, HEADER_BYTES + slot * segment_bytes)
+        header = unpack_slot(data, store_id, segment_bytes) or log.read_slot(slot)
+        if header is not None:
+            headers[slot] = header
+    return headers
 
 
 def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[bool, int, bool, int]:
