@@ -117,6 +117,17 @@ def test_start_latest_with_the_first_get(open_store):
     assert drain(q) == ["old", "new"]
 
 
+def test_a_group_that_began_later_does_not_stand_in_the_way_of_cancel(open_store):
+    """A "latest" group neither holds nor settled what lay before it: it can be cancelled."""
+    store = open_store()
+    q = store.queue(start="earliest")
+    task = q.put("old")
+    store.queue(group="new", start="latest")
+    assert q.cancel(task) is True
+    assert q.status(task) == "unknown"
+    assert take(q) == []
+
+
 def test_groups_that_stand_still_keep_their_messages(open_store, path):
     """Nothing unread is dropped by age or size; `drop_group` leaves a group behind."""
     store = open_store(retention=0, segment_bytes=65536)

@@ -50,6 +50,7 @@ class Topic:
         self.groups: dict[str, bool] = {}  # name -> paused
         self.counter = 0
         self.purged = False
+        self.latest: set[str] = set()
 
     def next(self) -> int:
         self.counter += 1
@@ -81,6 +82,8 @@ class Topic:
 
     def add_group(self, group: str, start: str) -> None:
         self.groups[group] = False
+        if start == "latest":
+            self.latest.add(group)
         for item in self.items:
             if not item.cancelled and start == "earliest":
                 item.groups[group] = State("ready", order=item.number)
