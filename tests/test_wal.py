@@ -360,6 +360,45 @@ def test_space_goes_back_to_the_file_system(path: Path) -> None:
         assert recovery.damaged == []
 
 
+def test_what_is_pending_keeps_its_slots(path: Path) -> None:
+    """Trimming and freeing between append and write leave alone what the append was given."""
+    with opened(path) as (log, _):
+        for _ in range(60):
+            put(log, os.urandom(7000))
+        sync(log)
+        log.free(log.state.words[LAST] - 1)
+        body = os.urandom(5 * SEGMENT)
+        offset = log.append([(body,)], SYNC, 1)[0]
+        log.trim(0)
+        log.append([(body,)], SYNC, 1)
+        log.trim(0)
+        log.write()
+        assert log.read(offset) == body
+        assert log.verify() == []
+        expected = bodies(log)
+    with opened(path) as (log, _):
+        assert bodies(log) == expected
+
+
+def test_freeing_that_was_cut_short_is_finished_by_the_next(path: Path) -> None:
+    """A process that died after moving HEAD leaves no slot that nobody uses again."""
+    state = LogState()
+    log, other = attach(path, state), attach(path, state)
+    log.recover()
+    for _ in range(60):
+        put(log, bytes(7000))
+    sync(log)
+    state.words[WRITING] = 1
+    state.words[HEAD] = state.words[LAST]
+    other.heal()
+    sync(other)
+    other.trim(0)
+    assert _files.allocated(log.fd) < 2 * SEGMENT
+    assert other.verify() == []
+    for each in (log, other):
+        _files.close(each.fd)
+
+
 def test_the_last_free_slot_is_kept_for_finishing_work(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -411,6 +411,7 @@ def heal(log: Segments) -> None:
     tail = words[TAIL]
     segment = tail >> log.bits
     log.forget()
+    log.free_below_head()
     begun: dict[int, int] = {}
     for slot, entry in enumerate(log.table()):
         if 0 < entry < FREE and entry - 1 <= segment:

@@ -22,7 +22,8 @@ It must not know what frames look like.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import re
+import sys
 
 from . import _files
 from ._format import (
@@ -63,6 +64,8 @@ FREE = 1 << 63
 ZEROED = 1 << 62
 PUNCHED = 1 << 61
 SAFE = 1 << 60  # the file's head record is past the segment that was here
+_FREE_BYTE = re.compile(b"[\x80-\xff]")  # the highest byte of a free one
+_HIGH_BYTE = 7 if sys.byteorder == "little" else 0
 _NEEDS = (1 << 60) - 1  # the commit point at which the next step may be taken
 
 
@@ -111,6 +114,7 @@ class Segments:
         self._places: dict[int, tuple[int, int]] = {}
         self._prev_ends: dict[int, int] = {}
         self._order: list[int] = []
+        self.taken: set[int] = set()  # slots given to segments that are not written yet
 
     # Looking up --------------------------------------------------------------------------
 
@@ -222,39 +226,47 @@ class Segments:
 
     # Free slots --------------------------------------------------------------------------
 
-    def take_slot(self, *, spare: bool, taken: Collection[int]) -> int:
-        """Find a zeroed slot for a new segment, leaving a zeroed one behind unless `spare`.
+    def take_slot(self, *, spare: bool) -> int:
+        """Take a zeroed slot for a new segment, leaving a zeroed one behind unless `spare`.
 
-        `taken` are those given out and not yet in the table.  Raises DiskFullError.
+        It is in `taken` from then on, until it is in the table.  Raises DiskFullError.
         """
-        zeroed = self._zeroed(taken)
+        zeroed = self._zeroed()
         if len(zeroed) < (1 if spare else 2):
             # The last one is what a full disk is worked off with.
-            self._make_zeroed(taken)
-            zeroed = self._zeroed(taken)
+            self.make_zeroed()
+            zeroed = self._zeroed()
+        self.taken.add(zeroed[0])
         return zeroed[0]
 
     def prepare_spare(self) -> None:
         """See to it that there is one zeroed free slot.  Raises DiskFullError."""
         if not self.count_spares():
-            self._make_zeroed(())
+            self.make_zeroed()
 
     def count_spares(self) -> int:
         """Count the zeroed free slots, and note that for all."""
-        n = self.state.words[SPARES] = len(self._zeroed(()))
+        n = self.state.words[SPARES] = len(self._zeroed())
         return n
 
-    def _zeroed(self, taken: Collection[int]) -> list[int]:
-        wanted = FREE | ZEROED
-        return [
-            slot
-            for slot, entry in enumerate(self.table())
-            if entry & wanted == wanted and slot not in taken
-        ]
+    def _free_slots(self) -> list[tuple[int, int]]:
+        """(slot, entry) of each that is free and not taken: few, however many there are."""
+        state = self.state
+        n = state.words[SLOTS]
+        if n > len(state.slots):
+            state.refresh_slots()
+        slots = state.slots
+        high_bytes = bytes(slots[:n].cast("B"))[_HIGH_BYTE::8]
+        found = (match.start() for match in _FREE_BYTE.finditer(high_bytes))
+        return [(slot, slots[slot]) for slot in found if slot not in self.taken]
 
-    def _make_zeroed(self, taken: Collection[int]) -> None:
+    def _zeroed(self) -> list[int]:
+        return [slot for slot, entry in self._free_slots() if entry & ZEROED]
+
+    def make_zeroed(self) -> None:
+        """Make one zeroed slot more, of a free one or at the end.  Raises DiskFullError."""
         self._announce()
-        slot = self._reusable(taken)
+        slot = self._reusable()
         if slot is None:
             try:
                 self._extend()
@@ -262,7 +274,7 @@ class Segments:
             except DiskFullError:
                 # What is free and only waits for a sync is used before anything is refused.
                 self._settle_free()
-                slot = self._reusable(taken)
+                slot = self._reusable()
                 if slot is None:
                     raise
         _files.zero_fill(self.fd, self.slot_position(slot), self.segment_bytes)
@@ -279,13 +291,13 @@ class Segments:
         self.count_spares()
 
     def _is_reusable(self, entry: int) -> bool:
-        return bool(entry & FREE and entry & SAFE and entry & _NEEDS <= self.state.words[COMMIT])
+        return bool(entry & SAFE and entry & _NEEDS <= self.state.words[COMMIT])
 
-    def _reusable(self, taken: Collection[int]) -> int | None:
+    def _reusable(self) -> int | None:
         """A free slot that may be overwritten by now; one that has its space, if possible."""
         punched = None
-        for slot, entry in enumerate(self.table()):
-            if entry & ZEROED or slot in taken or not self._is_reusable(entry):
+        for slot, entry in self._free_slots():
+            if entry & ZEROED or not self._is_reusable(entry):
                 continue
             if not entry & PUNCHED:
                 return slot
@@ -300,21 +312,30 @@ class Segments:
         stable storage.
         """
         words = self.state.words
-        if not words[HEAD] <= segment < words[LAST]:
-            raise ValueError(
-                f"segment {segment} can't be freed: kept are {words[HEAD]} to {words[LAST]}"
-            )
+        head = words[HEAD]
+        if not head <= segment < words[LAST]:
+            raise ValueError(f"segment {segment} can't be freed: kept are {head} to {words[LAST]}")
         self._announce()
         following = self.next_present(segment)
         assert following is not None
+        leaving = range(head, segment + 1)
+        if len(self._slot_of) < len(leaving) or any(n not in self._slot_of for n in leaving):
+            self._read_table()
+        leaving_slots = [slot for n, slot in self._slot_of.items() if head <= n < following]
+        # Dying in here leaves WRITING set, and `heal` frees what is before HEAD.
+        words[WRITING] = 1
         words[HEAD] = following  # first, so that no reader trusts a slot that is being reused
-        self._free_below(following, words[TAIL] if needs is None else needs)
+        for slot in leaving_slots:
+            self.state.slots[slot] = FREE | (words[TAIL] if needs is None else needs)
+        words[WRITING] = 0
         self._read_table()
 
-    def _free_below(self, head: int, needs: int) -> None:
+    def free_below_head(self) -> None:
+        """Free what a process that died in `free` had let go of."""
+        words = self.state.words
         for slot, entry in enumerate(self.table()):
-            if 0 < entry <= head:
-                self.state.slots[slot] = FREE | needs
+            if 0 < entry <= words[HEAD]:
+                self.state.slots[slot] = FREE | words[TAIL]
 
     def _announce(self, *, synced: bool = False) -> None:
         """Record HEAD in the file, once the records that moved it there are on stable storage.
@@ -325,34 +346,31 @@ class Segments:
         head = words[HEAD]
         if words[ANNOUNCED] >= head or self.readonly:
             return
-        self._free_below(head, words[TAIL])  # of a process that died between the two steps
-        table = self.table()
-        waiting = [slot for slot, entry in enumerate(table) if entry & FREE and not entry & SAFE]
-        if not synced and any(table[slot] & _NEEDS > words[COMMIT] for slot in waiting):
+        waiting = [(slot, entry) for slot, entry in self._free_slots() if not entry & SAFE]
+        reached = words[TAIL] if synced else words[COMMIT]
+        if any(entry & _NEEDS > reached for _, entry in waiting):
             return
         _files.write_at(self.fd, [pack_head(head, self.header.store_id)], HEAD_RECORD_AT)
         words[ANNOUNCED] = head
-        for slot in waiting:
+        for slot, _ in waiting:
             # Past the tail: it takes a sync that began after this write to get there.
             self.state.slots[slot] = FREE | SAFE | (words[TAIL] + 1)
 
     def _settle_free(self) -> None:
         """Take the steps that free slots wait for, by syncing here and now."""
         words = self.state.words
-        table = self.table()
         if words[ANNOUNCED] < words[HEAD]:
             _files.sync_data(self.fd)
             self._announce(synced=True)
-            table = self.table()
         waiting = [
-            slot
-            for slot, entry in enumerate(table)
-            if entry & FREE and entry & SAFE and entry & _NEEDS > words[COMMIT]
+            (slot, entry)
+            for slot, entry in self._free_slots()
+            if entry & SAFE and entry & _NEEDS > words[COMMIT]
         ]
         if waiting:
             _files.sync_data(self.fd)
-            for slot in waiting:
-                self.state.slots[slot] &= ~_NEEDS
+            for slot, entry in waiting:
+                self.state.slots[slot] = entry & ~_NEEDS
 
     def trim(self, keep: int = 1) -> int:
         """Give what free slots take back to the file system; return the bytes given back.
@@ -362,31 +380,18 @@ class Segments:
         waited for; raises OSError when a sync fails.
         """
         self._announce()
-        table = self.table()
-        n_holding = sum(1 for entry in table if entry & FREE and not entry & PUNCHED)
-        if n_holding <= keep and not (table and table[-1] & PUNCHED and table[-1] & FREE):
+        free = self._free_slots()
+        n_slots = self.state.words[SLOTS]
+        n_holding = sum(1 for _, entry in free if not entry & PUNCHED)
+        ends_with_hole = bool(free) and free[-1][0] == n_slots - 1 and free[-1][1] & PUNCHED
+        if n_holding <= keep and not ends_with_hole:
             return 0
         self._settle_free()
-        words, table = self.state.words, self.table()
-        holding = [
-            slot
-            for slot, entry in enumerate(table)
-            if self._is_reusable(entry) and not entry & PUNCHED
-        ]
-        holding.sort(key=lambda slot: (not table[slot] & ZEROED, slot))
-        unwanted = set(holding[keep:])
-        given = 0
-        n = len(table)
-        while n and (n - 1 in unwanted or (table[n - 1] & FREE and table[n - 1] & PUNCHED)):
-            n -= 1
-            if n in unwanted:
-                unwanted.discard(n)
-                given += self.segment_bytes
-        if n < len(table):
-            words[SLOTS] = n
-            for slot in range(n, len(table)):
-                self.state.slots[slot] = 0
-            _files.truncate(self.fd, self.slot_position(n))
+        free = [(slot, entry) for slot, entry in self._free_slots() if self._is_reusable(entry)]
+        holding = [(not entry & ZEROED, slot) for slot, entry in free if not entry & PUNCHED]
+        unwanted = {slot for _, slot in sorted(holding)[keep:]}
+        punched = {slot for slot, entry in free if entry & PUNCHED}
+        given = self._cut_off(unwanted, punched)
         for slot in unwanted:
             # Marked first: a hole must never be taken for zeros that have their space.
             self.state.slots[slot] = FREE | SAFE | PUNCHED
@@ -395,6 +400,23 @@ class Segments:
             else:
                 self.state.slots[slot] = FREE | SAFE
         self.count_spares()
+        return given
+
+    def _cut_off(self, unwanted: set[int], punched: set[int]) -> int:
+        """Shorten the file by the slots at its end that are in one of the sets."""
+        words = self.state.words
+        given = 0
+        end = before = words[SLOTS]
+        while end - 1 in unwanted or end - 1 in punched:
+            end -= 1
+            if end in unwanted:
+                unwanted.discard(end)
+                given += self.segment_bytes
+        if end < before:
+            words[SLOTS] = end
+            for slot in range(end, before):
+                self.state.slots[slot] = 0
+            _files.truncate(self.fd, self.slot_position(end))
         return given
 
     def give_back(self, slot: int) -> None:

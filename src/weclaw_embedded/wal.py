@@ -214,7 +214,7 @@ class Log(Reading):
         if words[TAIL] != self._tail:
             self._resume()
         if not (spare or words[SPARES]):
-            self._make_zeroed([slot for _, slot, _ in self._begun])
+            self.prepare_spare()
         offset = self._end
         room = self._limit - offset - 32
         pieces = records[0] if len(records) == 1 and not flags else ()
@@ -282,6 +282,7 @@ class Log(Reading):
             del self._runs[n_runs:]
             del buffers[n_buffers:]
             del self._begun[n_begun:]
+            self.taken = {slot for _, slot, _ in self._begun}
             self._buffers = buffers
             self._run_at, self._end, self._limit, self._salt, self._checkpoint = places
             raise
@@ -322,8 +323,7 @@ class Log(Reading):
 
     def _begin_segment(self, time_us: int, spare: bool) -> None:
         """Seal the segment that the pending end is in, and go on in the next one."""
-        taken = [slot for _, slot, _ in self._begun]
-        slot = self.take_slot(spare=spare, taken=taken)
+        slot = self.take_slot(spare=spare)
         words = self.state.words
         number = (self._end - 1 >> self.bits) + 1
         if (number + 2) << self.bits > MAX_OFFSET:
@@ -394,6 +394,7 @@ class Log(Reading):
         state.words[LAST] = self._begun[-1][0]
         self._begun = []
         self._runs = []
+        self.taken.clear()
         self.count_spares()
 
     def _undo(self, error: BaseException) -> None:
@@ -411,6 +412,7 @@ class Log(Reading):
         self._runs = []
         self._buffers = []
         self._begun = []
+        self.taken.clear()
         self._checkpoint = 0
         self._tail = -1
 
