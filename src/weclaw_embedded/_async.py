@@ -1,0 +1,217 @@
+"""Messages, transactions and dead letters as a task of an event loop sees them.
+
+Role: what settles is written at once, on the loop, and never synced there; what comes back may be
+awaited, which waits for the disk. What only looks goes to a small pool of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ._engine import BATCH, Engine, Job
+from ._io import Op, Written, in_pool, io_of, small_pool
+from ._message import Message, Transaction, describe
+from .dlq import DeadLetter, DeadLetterQueue
+from .errors import LeaseLostError
+
+if TYPE_CHECKING:
+    import os
+
+    from ._engine import Session
+    from ._wake import Waiter
+    from .queue import Queue
+
+T = TypeVar("T")
+
+
+class AsyncMessage(Message):
+    """One delivery of one message, leased to this process, for asyncio.
+
+    `ack`, `nack`, `fail`, `release` and `extend` are in effect when they return: written, so that
+    they survive kill -9, and `LeaseLostError` is raised there. Awaiting what they return waits
+    until it is as durable as `flush` promises; without that it is made so right after. `async with
+    msg` acks on a clean exit, nacks with the exception on an `Exception`, releases on cancellation;
+    it renews the lease meanwhile, off the loop.
+    """
+
+    __slots__ = ("_until",)
+
+    # The results may be awaited; to whoever does not, they are the None of the base class.
+
+    def ack(self, result: Any = None) -> Written:  # type: ignore[override]  see above
+        """Done: never delivered again in this group. See `Message.ack`."""
+        super().ack(result)
+        return self._written()
+
+    def nack(  # type: ignore[override]  see above
+        self, backoff: float | None = None, reason: str | None = None, *, count: bool = True
+    ) -> Written:
+        """Failed: again later, or to the dead letters. See `Message.nack`."""
+        super().nack(backoff, reason, count=count)
+        return self._written()
+
+    def fail(self, reason: str | None = None) -> Written:  # type: ignore[override]  see above
+        """Straight to the dead letters. See `Message.fail`."""
+        super().fail(reason)
+        return self._written()
+
+    def release(self) -> Written:  # type: ignore[override]  see above
+        """Ready for the next consumer at once, uncounted. See `Message.release`."""
+        super().release()
+        return self._written()
+
+    def extend(self, seconds: float | None = None) -> Written:  # type: ignore[override]
+        """Count the lease anew from now. See `Message.extend`."""
+        super().extend(seconds)
+        return self._written()
+
+    def _written(self) -> Written:
+        lease = self._lease
+        assert lease is not None, "it was settled"
+        return Written(lease.engine, self._until)
+
+    def _execute(self, engine: Engine, operation: Callable[..., T], *args: Any) -> T:
+        done: T
+        done, self._until = write_now(engine, self._queue, operation, *args)
+        return done
+
+    def _died(self) -> None:
+        if self._queue._options.on_dead is not None:
+            small_pool().submit(self._queue._tell_dead, [self.offset])
+
+    async def __aenter__(self) -> AsyncMessage:
+        super().__enter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        renewing, self._renewing = self._renewing, None
+        if renewing is not None:
+            renewing.stop()
+        if self._held().over:
+            return
+        if error is None:
+            await self.ack()
+            return
+        try:
+            if isinstance(error, Exception):
+                self.nack(reason=describe(error))
+            else:
+                self.release()
+        except LeaseLostError:
+            # The error that ended the block is the one to be seen; the message comes back anyway.
+            return
+
+
+def write_now(
+    engine: Engine, queue: Queue, operation: Callable[..., T], *args: Any
+) -> tuple[T, int]:
+    """Run an operation at once, without waiting for the disk: its result, and the offset below
+    which all must be synced for it to be durable (0: it need not be). The sync is begun.
+    """
+    job = Job(operation, *args)
+    tail = engine.execute_many([job])
+    if job.error is not None:
+        raise job.error
+    result: T = job.result
+    if job.must_sync:
+        io_of(engine).sync_soon(tail)
+        return result, tail
+    if queue._policy == BATCH:
+        options = queue._store._options
+        engine.flush_later(options.flush_interval_ms, options.flush_messages, 1)
+    return result, 0
+
+
+class AsyncTransaction(Transaction):
+    """`async with q.transaction() as tx`: acks, results and puts as one step, durable at its end.
+
+    Cancelled while it ends, it is done whole or not at all.
+    """
+
+    async def __aenter__(self) -> AsyncTransaction:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over = True
+        if error is None:
+            self.ids = await commit(self._queue, self._acks, self._puts)
+
+    def __enter__(self) -> Transaction:
+        raise TypeError("a transaction of an AsyncQueue is entered with `async with`")
+
+
+async def commit(queue: Queue, acks: list[Any], puts: list[Any]) -> list[str]:
+    """`Queue._commit` by the I/O thread."""
+    from . import _delivery
+
+    engine = queue._engine
+    _delivery.check_size([message for _, message in puts], engine.option("max_message_bytes"))
+
+    def transact(session: Session, waiter: Waiter | None) -> list[str]:
+        return _delivery.transact(session, acks, puts, queue._policy)
+
+    ids: list[str] = await io_of(engine).wait(Op(asyncio.get_running_loop(), transact))
+    return ids
+
+
+class AsyncDeadLetterQueue:
+    """The dead letters of one topic and group: `AsyncQueue.dlq`; see `DeadLetterQueue`.
+
+    `len()` looks at once; all else is awaited.
+    """
+
+    def __init__(self, letters: DeadLetterQueue) -> None:
+        self._letters = letters
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def __bool__(self) -> bool:
+        return True
+
+    async def count(self) -> int:
+        """How many letters there are."""
+        return await in_pool(len, self._letters)
+
+    async def __aiter__(self) -> AsyncIterator[DeadLetter]:
+        after: int | None = None
+        while True:
+            found = await in_pool(self._letters._load, after, 100)
+            for letter in found:
+                yield letter
+            if len(found) < 100:
+                return
+            after = found[-1].offset
+
+    async def peek(self, n: int = 1) -> list[DeadLetter]:
+        """The first `n` letters; nothing is changed."""
+        return await in_pool(self._letters.peek, n)
+
+    async def get(self, id: str) -> DeadLetter:
+        """The letter with this id. Raises `KeyError` if there is none."""
+        return await in_pool(self._letters.get, id)
+
+    async def redrive(self, ids: Iterable[str] | None = None, *, limit: int | None = None) -> int:
+        """Make letters ready again. See `DeadLetterQueue.redrive`."""
+        return await in_pool(lambda: self._letters.redrive(ids, limit=limit))
+
+    async def purge(self, ids: Iterable[str] | None = None) -> int:
+        """Throw letters away for good. See `DeadLetterQueue.purge`."""
+        return await in_pool(self._letters.purge, ids)
+
+    async def export(self, path: str | os.PathLike[str], format: str = "jsonl") -> int:
+        """Write every letter to `path`. See `DeadLetterQueue.export`."""
+        return await in_pool(self._letters.export, path, format)

@@ -1,0 +1,904 @@
+"""The I/O threads of one engine: all that tasks of event loops wait for is done here, in groups.
+
+Role: calls come in from any loop and thread, are run in turns (one write, one index transaction
+a turn), synced together, and answered with one `call_soon_threadsafe` a loop and group. What
+finds nothing is parked and tried again when it may find something.
+
+Two threads take two roles in turn: one *serves* (takes what has come in and runs it), the other
+sleeps or *syncs*. Whoever has served what must be synced gives the serving to the other and syncs
+itself: so a sync holds up only those who wait for it, and no hand-over lies between a write and
+its sync. While one syncs the next group is written.
+
+Invariants:
+
+* Calls are run in the order they came; takes of one turn after all else of it. So what a
+  cancelled take gives back is back before the next take of that task looks.
+* What was leased for a call is either handed to a task that runs on, or given back: whoever
+  notices first that nobody will get it `claim`s it.
+* Nothing here runs on a loop, but setting the results of futures.
+
+It must not know what is put or taken: operations and their parts come from the callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import heapq
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from . import _delivery
+from ._delivery import Encoded, Lease, NoRoom, Taken
+from ._engine import BATCH, DEATH_CHECK_S, Engine, Job, Session
+from ._shared import FAILED, SYNC_HIGH
+from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
+from .errors import ClosedError, DiskFullError, Full, LeaseLostError, StoreFailedError
+from .wal import COMMIT
+
+if TYPE_CHECKING:
+    from .queue import Queue
+
+T = TypeVar("T")
+logger = logging.getLogger("weclaw_embedded")
+
+# What one turn takes at most, so that nobody waits long for the lock, or for Python's own.
+MAX_CALLS: Final = 256
+MAX_BYTES: Final = 4 << 20
+_LONGEST_SLEEP_S: Final = 60.0
+_SMALL_POOL: Final = 8
+
+
+class Pending:
+    """The type of PENDING: what an operation returns that has to be tried again."""
+
+
+PENDING: Final = Pending()
+
+
+class Source(Protocol):
+    """Where takes come from: what an `AsyncQueue` or a drop-in is to this module."""
+
+    @property
+    def closed(self) -> bool:
+        """True when nothing more can be taken."""
+        ...
+
+    def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
+        """Lease up to `n`; with none, register the waiter. Under the write lock."""
+        ...
+
+    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
+        """What a caller gets for each lease; fewer when some turn out to be damaged."""
+        ...
+
+    def tell_dead(self, offsets: list[int]) -> None:
+        """These became dead letters while looking."""
+        ...
+
+
+class Call:
+    """Something one task waits for."""
+
+    __slots__ = (
+        "_token",
+        "alone",
+        "cancelled",
+        "error",
+        "future",
+        "leases",
+        "loop",
+        "over",
+        "result",
+        "until_s",
+        "watched",
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, until_s: float | None) -> None:
+        self.loop = loop
+        self.future: asyncio.Future[Any] | None = None if loop is None else loop.create_future()
+        self.until_s = until_s  # None: for ever; 0.0: no waiting
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.leases: list[Lease] | None = None
+        self.cancelled = False
+        self.over = False  # answered, or given up in the I/O thread
+        self.alone = False  # not to be made one with its neighbours
+        self.watched = False  # its end is noted
+        self._token = [None]
+
+    def claim(self) -> bool:
+        """True for the first who asks: he gives back what was leased."""
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        return True
+
+
+class Op(Call):
+    """An operation under the write lock: `operation(session, waiter, *args)`.
+
+    It returns PENDING (or raises NoRoom) with the waiter registered when it has to be tried again.
+    `late` is the exception for one whose time is over; `finish` makes the answer from the result,
+    outside the lock. Those of one `room` are let in in the order they came.
+    """
+
+    __slots__ = ("args", "finish", "late", "operation", "queue", "room")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        operation: Callable[..., Any],
+        *args: Any,
+        until_s: float | None = 0.0,
+        late: Callable[[], BaseException] | None = None,
+        finish: Callable[[Any], Any] | None = None,
+        room: object = None,
+        queue: Queue | None = None,
+    ) -> None:
+        super().__init__(loop, until_s)
+        self.operation = operation
+        self.args = args
+        self.late = late
+        self.finish = finish
+        self.room = room
+        self.queue = queue  # its end ends the wait
+
+
+class PutCall(Op):
+    """A put: several that have no condition of their own become one frame."""
+
+    __slots__ = ("messages", "plain")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        queue: Queue,
+        messages: list[Encoded],
+        until_s: float | None,
+        maxsize: int,
+    ) -> None:
+        Call.__init__(self, loop, until_s)
+        self.queue: Queue = queue
+        self.messages = messages
+        self.plain = maxsize <= 0 and not any(message.id is not None for message in messages)
+        self.room = queue
+        self.late = None
+        self.finish = None
+        self.operation = self._put
+        self.args = (maxsize,)
+
+    def _put(self, session: Session, waiter: Waiter | None, maxsize: int) -> list[str]:
+        queue = self.queue
+        return _delivery.put(session, queue._address, self.messages, queue._policy, maxsize, waiter)
+
+
+class TakeCall(Call):
+    """A take of up to `n` messages, at least one."""
+
+    __slots__ = ("empty", "n", "source", "visibility_s")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        source: Source,
+        n: int,
+        visibility_s: float | None,
+        until_s: float | None,
+        empty: Callable[[], BaseException],
+    ) -> None:
+        super().__init__(loop, until_s)
+        self.source = source
+        self.n = n
+        self.visibility_s = visibility_s
+        self.empty = empty
+
+
+class SyncCall(Call):
+    """A wait for the disk: everything below `until`."""
+
+    __slots__ = ("again", "until")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None, until: int, again: Call | None = None
+    ) -> None:
+        super().__init__(loop, None)
+        self.until = until
+        self.again = again  # to be tried again once that is synced
+
+
+class Written(Awaitable[None]):
+    """In effect already; awaiting it waits for the disk, and raises StoreFailedError."""
+
+    __slots__ = ("_engine", "_until")
+
+    def __init__(self, engine: Engine, until: int) -> None:
+        self._engine = engine
+        self._until = until
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if self._until and self._engine.page.words[COMMIT] < self._until:
+            call = SyncCall(asyncio.get_running_loop(), self._until)
+            yield from io_of(self._engine).wait(call).__await__()
+
+
+class _Takes:
+    """Takes that wait for the same: of one source, with leases of one length."""
+
+    __slots__ = ("calls", "look_at_s", "source", "visibility_s")
+
+    def __init__(self, source: Source, visibility_s: float | None) -> None:
+        self.source = source
+        self.visibility_s = visibility_s
+        self.calls: deque[TakeCall] = deque()
+        self.look_at_s: float | None = None
+
+    def drop_finished(self) -> None:
+        if any(call.cancelled or call.over for call in self.calls):
+            self.calls = deque(c for c in self.calls if not (c.cancelled or c.over))
+
+
+class _Turn:
+    """What one turn runs, and who is answered after it."""
+
+    __slots__ = ("answers", "blocked", "jobs", "owners", "puts", "takes")
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.owners: list[list[Call] | _Takes] = []
+        self.takes: list[_Takes] = []
+        self.blocked: set[int] = set()  # ids of rooms that are full in this turn
+        self.puts: dict[Queue, int] = {}
+        self.answers: list[Call] = []
+
+    def add(self, job: Job, owner: list[Call] | _Takes) -> None:
+        self.jobs.append(job)
+        self.owners.append(owner)
+
+
+class Io:
+    """See the module. One for each engine; made by `io_of`. Any thread may submit."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: deque[Call] = deque()
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._asleep = False
+        self._role = threading.Lock()
+        self._lock = threading.Lock()  # guards the next four
+        self._threads: list[threading.Thread] = []
+        self._syncing = False
+        self._to_sync: list[Call] = []
+        self._sync_until = 0
+        self._closed = False
+        self._ready = Waiter(READY_BYTE, self._on_ready)
+        self._settled = Waiter(SETTLED_BYTE, self._on_settled)
+        self._look_ready = False
+        self._look_settled = False
+        # Only the thread that serves touches these.
+        self._takes: dict[tuple[int, float | None], _Takes] = {}
+        self._parked: list[Op] = []
+        self._late: list[tuple[float, int, Call]] = []
+        self._count = 0
+        self._next_tick_s = 0.0
+
+    # -- coming in -----------------------------------------------------------------------------
+
+    async def wait(self, call: Call) -> Any:
+        """Submit a call of the running loop and wait for its answer."""
+        self.submit(call)
+        assert call.future is not None
+        try:
+            return await call.future
+        except BaseException:
+            self.abandon(call)
+            raise
+
+    def submit(self, call: Call) -> None:
+        if not self._threads:
+            self._start()
+        self._inbox.append(call)
+        if self._asleep:
+            self._ring()
+        if self._closed:
+            self._fail_inbox()
+
+    def abandon(self, call: Call) -> None:
+        """Nobody waits for this call any more. What it got is given back, uncounted."""
+        call.cancelled = True
+        self._give_back(call)
+
+    def _give_back(self, call: Call) -> None:
+        leases = call.leases
+        if leases and call.claim():
+            self.undo(leases)
+
+    def undo(self, leases: Sequence[Lease]) -> None:
+        """Deliveries that nobody ever saw are none."""
+        self.submit(Op(None, _undo, list(leases)))
+
+    def sync_soon(self, until: int) -> None:
+        """Force everything below `until` to the disk; nobody waits for it."""
+        self.submit(SyncCall(None, until))
+
+    def look_again(self) -> None:
+        """Something changed for those who wait: try them all again."""
+        self._look_ready = self._look_settled = True
+        self._ring()
+
+    def _on_ready(self) -> None:
+        self._look_ready = True
+        self._ring()
+
+    def _on_settled(self) -> None:
+        self._look_settled = True
+        self._ring()
+
+    def _ring(self) -> None:
+        self._asleep = False
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._bell.release()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._threads or self._closed:
+                return
+            threads = [
+                threading.Thread(target=self._run, name=f"weclaw-io-{n}", daemon=True)
+                for n in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            self._threads = threads
+
+    # -- the two roles ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._role:
+                to_sync = self._serve()
+            if to_sync:
+                self._sync()
+            elif self._closed:
+                return
+
+    def _serve(self) -> bool:
+        """Run what comes in. True when the caller is to sync, False when it is all over."""
+        while True:
+            closed = self._closed
+            if closed:
+                self._fail_all()
+            else:
+                self._sleep()
+                turn = _Turn()
+                try:
+                    self._run_turn(turn)
+                except BaseException as error:
+                    logger.exception("an I/O thread of %s failed", self._engine.path)
+                    for owner in turn.owners:
+                        self._fail(list(owner.calls if isinstance(owner, _Takes) else owner), error)
+                    self._fail_all(error)
+            with self._lock:
+                if self._to_sync and not self._syncing:
+                    self._syncing = True
+                    return True
+            if closed:
+                return False
+
+    def _sync(self) -> None:
+        """Sync for everybody who waits for it, if that is this thread's part."""
+        while True:
+            with self._lock:
+                if not self._to_sync:
+                    self._syncing = False
+                    return
+                calls, self._to_sync = self._to_sync, []
+                until = self._sync_until
+            error: BaseException | None = None
+            try:
+                self._engine.durable(until)
+            except Exception as failed:  # noqa: BLE001  told to everybody who waits
+                error = failed
+            again = []
+            answers = []
+            for call in calls:
+                if isinstance(call, SyncCall) and call.again is not None:
+                    call = call.again
+                    if error is None:
+                        again.append(call)
+                        continue
+                if error is not None:
+                    call.error = error
+                answers.append(call)
+            self._answer(answers)
+            for call in again:
+                self.submit(call)
+
+    def _sleep(self) -> None:
+        self._asleep = True
+        if self._inbox or self._look_ready or self._look_settled or self._closed:
+            self._asleep = False
+            return
+        wait_s = -1.0
+        if self._takes or self._parked:
+            now_s = time.monotonic()
+            until_s = self._next_tick_s
+            if self._late:
+                until_s = min(until_s, self._late[0][0])
+            for takes in self._takes.values():
+                if takes.look_at_s is not None:
+                    until_s = min(until_s, takes.look_at_s)
+            wait_s = max(0.0, until_s - now_s)
+        self._bell.acquire(timeout=wait_s)
+        self._asleep = False
+
+    # -- a turn ------------------------------------------------------------------------------------
+
+    def _run_turn(self, turn: _Turn) -> None:
+        now_s = time.monotonic()
+        if self._takes or self._parked:
+            self._tick(turn, now_s)
+        else:
+            self._next_tick_s = now_s + DEATH_CHECK_S
+        look_settled, self._look_settled = self._look_settled, False
+        look_ready, self._look_ready = self._look_ready, False
+        if look_settled:
+            self._retry_parked(turn)
+        self._take_in(turn)
+        for takes in self._takes.values():
+            due = takes.look_at_s is not None and takes.look_at_s <= now_s
+            if (look_ready or due) and takes not in turn.takes:
+                turn.takes.append(takes)
+        for takes in turn.takes:
+            takes.drop_finished()
+            wanted = min(sum(call.n for call in takes.calls), MAX_CALLS)
+            if wanted:
+                turn.add(Job(self._look, takes, wanted), takes)
+        if turn.jobs:
+            tail = self._execute(turn.jobs)
+            self._after(turn, tail)
+        for key in [key for key, takes in self._takes.items() if not takes.calls]:
+            del self._takes[key]
+        self._answer(turn.answers)
+
+    def _take_in(self, turn: _Turn) -> None:
+        """Make jobs of what has come in; neighbouring plain puts become one."""
+        inbox = self._inbox
+        merged: list[Call] | None = None
+        last: PutCall | None = None
+        n_bytes = 0
+        for _ in range(min(len(inbox), MAX_CALLS)):
+            call = inbox.popleft()
+            if call.cancelled:
+                continue
+            if isinstance(call, PutCall):
+                n_bytes += sum(len(message.body) for message in call.messages)
+                if call.plain and not call.alone:
+                    if merged is not None and last is not None and last.queue is call.queue:
+                        merged.append(call)
+                        turn.jobs[-1].args[1].extend(call.messages)
+                    else:
+                        queue = call.queue
+                        merged = [call]
+                        job = Job(
+                            _delivery.put,
+                            queue._address,
+                            list(call.messages),
+                            queue._policy,
+                            0,
+                        )
+                        turn.add(job, merged)
+                    last = call
+                    if n_bytes > MAX_BYTES:
+                        return
+                    continue
+            merged = None
+            if isinstance(call, Op):
+                self._attempt_later(turn, call)
+            elif isinstance(call, TakeCall):
+                key = (id(call.source), call.visibility_s)
+                takes = self._takes.get(key)
+                if takes is None:
+                    takes = self._takes[key] = _Takes(call.source, call.visibility_s)
+                takes.calls.append(call)
+                if takes not in turn.takes:
+                    turn.takes.append(takes)
+            elif isinstance(call, SyncCall):
+                with self._lock:
+                    self._to_sync.append(call)
+                    self._sync_until = max(self._sync_until, call.until)
+            if n_bytes > MAX_BYTES:
+                return
+
+    def _attempt_later(self, turn: _Turn, call: Op) -> None:
+        waits = call.until_s != 0.0
+        if waits and call.room is not None:
+            for other in self._parked:
+                if other.room is call.room and not (other.cancelled or other.over):
+                    self._park(call)  # behind those who wait for the same room
+                    return
+        turn.add(Job(self._attempt, call, turn.blocked), [call])
+
+    def _attempt(self, session: Session, call: Op, blocked: set[int]) -> Any:
+        waits = call.until_s != 0.0
+        if call.room is not None and id(call.room) in blocked and waits:
+            return PENDING
+        try:
+            return call.operation(session, self._settled if waits else None, *call.args)
+        except NoRoom as error:
+            if not waits:
+                raise Full(str(error)) from None
+            blocked.add(id(call.room))
+            return PENDING
+
+    def _look(self, session: Session, takes: _Takes, wanted: int) -> Taken:
+        """Take until nothing is found, so that whoever is left waits with a waiter registered."""
+        found = Taken()
+        while len(found.leases) < wanted:
+            n = wanted - len(found.leases)
+            taken = takes.source.look(session, n, takes.visibility_s, self._ready)
+            found.dead.extend(taken.dead)
+            found.look_again_us = taken.look_again_us
+            if not taken.leases:
+                break
+            found.leases.extend(taken.leases)
+        return found
+
+    def _execute(self, jobs: list[Job]) -> int:
+        """Run the jobs in one turn, or one by one when the disk is too full for all of them."""
+        try:
+            return self._engine.execute_many(jobs)
+        except DiskFullError as error:
+            if len(jobs) == 1:
+                self._undone(jobs[0], error)
+                return 0
+        except BaseException as error:  # noqa: BLE001  told to everybody whose turn it was
+            for job in jobs:
+                self._undone(job, error)
+            return 0
+        tail = 0
+        for job in jobs:
+            self._undone(job, None)
+            job.must_sync = False
+            tail = max(tail, self._execute([job]))
+        return tail
+
+    def _undone(self, job: Job, error: BaseException | None) -> None:
+        """The turn failed: nothing of this job was written."""
+        if isinstance(job.result, Taken):
+            for lease in job.result.leases:
+                lease.over = True
+                self._engine.held.pop((lease.gid, lease.offset), None)
+        job.result = None
+        job.error = error  # type: ignore[assignment]  not only Exceptions: all are told
+
+    # -- after the turn ----------------------------------------------------------------------------
+
+    def _after(self, turn: _Turn, tail: int) -> None:
+        to_sync: list[Call] = []
+        for job, owner in zip(turn.jobs, turn.owners, strict=True):
+            if isinstance(owner, _Takes):
+                self._after_take(turn, job, owner, tail)
+            else:
+                self._after_op(turn, job, owner, to_sync)
+        for queue, n in turn.puts.items():
+            options = queue._store._options
+            self._engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
+        if to_sync:
+            with self._lock:
+                self._to_sync.extend(to_sync)
+                self._sync_until = max(self._sync_until, tail)
+
+    def _after_op(self, turn: _Turn, job: Job, calls: list[Call], to_sync: list[Call]) -> None:
+        error = job.error
+        if error is not None and len(calls) > 1:
+            # One of them may be the reason: each is told its own.
+            for call in reversed(calls):
+                call.alone = True
+                self._inbox.appendleft(call)
+            return
+        result = job.result
+        if len(calls) == 1:
+            call = calls[0]
+            assert isinstance(call, Op)
+            if isinstance(error, NoRoom):
+                call.alone = True
+                self._inbox.appendleft(call)
+                return
+            if result is PENDING:
+                if not call.over:
+                    self._park(call)
+                return
+            call.over = True
+            if error is not None:
+                call.error = error
+            elif call.finish is not None:
+                try:
+                    call.result = call.finish(result)
+                except Exception as failed:  # noqa: BLE001  the caller's own
+                    call.error = failed
+            else:
+                call.result = result
+        else:
+            at = 0
+            for call in calls:
+                assert isinstance(call, PutCall)
+                n = len(call.messages)
+                call.result = result[at : at + n]
+                call.over = True
+                at += n
+        first = calls[0]
+        if error is None and isinstance(first, PutCall) and first.queue._policy == BATCH:
+            turn.puts[first.queue] = turn.puts.get(first.queue, 0) + len(result)
+        (to_sync if job.must_sync and error is None else turn.answers).extend(calls)
+
+    def _after_take(self, turn: _Turn, job: Job, takes: _Takes, tail: int) -> None:
+        calls = takes.calls
+        if job.error is not None:
+            for call in calls:
+                call.error = _copy_of(job.error)
+                call.over = True
+            turn.answers.extend(calls)
+            calls.clear()
+            return
+        taken: Taken = job.result
+        if taken.dead:
+            takes.source.tell_dead(taken.dead)
+        made: list[tuple[Lease, Any]] = []
+        if taken.leases:
+            try:
+                made = takes.source.made(self._engine, taken.leases)
+            except Exception as error:  # noqa: BLE001  told to whoever would have got them
+                self.undo(taken.leases)
+                for call in calls:
+                    call.error = _copy_of(error)
+                    call.over = True
+                turn.answers.extend(calls)
+                calls.clear()
+                return
+        self._hand_out(turn, calls, made)
+        takes.look_at_s = None
+        if not calls:
+            return
+        if taken.leases:
+            self._look_ready = True  # some were damaged, or more were wanted than a turn gives
+            return
+        if taken.look_again_us is not None:
+            ahead_s = (taken.look_again_us - self._engine.now_us()) / 1e6
+            takes.look_at_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
+        words = self._engine.page.words
+        behind = words[SYNC_HIGH] > words[COMMIT]
+        closed = takes.source.closed
+        for call in [call for call in calls if call.until_s == 0.0 or closed]:
+            calls.remove(call)
+            if behind and not closed:
+                # Something may be there that only waits for a sync.
+                with self._lock:
+                    self._to_sync.append(SyncCall(None, tail, call))
+                    self._sync_until = max(self._sync_until, tail)
+            else:
+                call.over = True
+                call.error = _closed_error(self._engine) if closed else call.empty()
+                turn.answers.append(call)
+        for call in calls:
+            self._watch(call)
+
+    def _hand_out(self, turn: _Turn, calls: deque[TakeCall], made: list[tuple[Lease, Any]]) -> None:
+        at = 0
+        while calls and at < len(made):
+            call = calls[0]
+            if call.cancelled or call.over:
+                calls.popleft()
+                continue
+            mine = made[at : at + call.n]
+            at += len(mine)
+            calls.popleft()
+            call.over = True
+            call.result = [what for _, what in mine]
+            call.leases = [lease for lease, _ in mine]
+            if call.cancelled:
+                self._give_back(call)
+            else:
+                turn.answers.append(call)
+        if at < len(made):
+            self.undo([lease for lease, _ in made[at:]])
+
+    # -- what waits --------------------------------------------------------------------------------
+
+    def _park(self, call: Op) -> None:
+        self._parked.append(call)
+        self._watch(call)
+
+    def _watch(self, call: Call) -> None:
+        """Remember when the call's time is over."""
+        if call.until_s is not None and not call.watched:
+            call.watched = True
+            self._count += 1
+            heapq.heappush(self._late, (call.until_s, self._count, call))
+
+    def _retry_parked(self, turn: _Turn) -> None:
+        parked, self._parked = self._parked, []
+        for call in parked:
+            if not (call.cancelled or call.over):
+                turn.add(Job(self._attempt, call, turn.blocked), [call])
+
+    def _tick(self, turn: _Turn, now_s: float) -> None:
+        """What has to be noticed without being told: time, deaths, closed queues, failures."""
+        while self._late and self._late[0][0] <= now_s:
+            call = heapq.heappop(self._late)[2]
+            if call.over or call.cancelled:
+                continue
+            call.over = True
+            if isinstance(call, TakeCall):
+                call.error = call.empty()
+            elif isinstance(call, Op) and call.late is not None:
+                call.error = call.late()
+            else:
+                call.error = Full("there was no room in time; nothing was put; try again later")
+            turn.answers.append(call)
+        if now_s < self._next_tick_s:
+            return
+        self._next_tick_s = now_s + DEATH_CHECK_S
+        engine = self._engine
+        for call in self._parked:
+            if call.queue is not None and call.queue._closed and not call.over:
+                call.over = True
+                call.error = _closed_error(engine)
+                turn.answers.append(call)
+        self._parked = [call for call in self._parked if not (call.cancelled or call.over)]
+        if len(self._late) > MAX_CALLS:
+            self._late = [late for late in self._late if not (late[2].cancelled or late[2].over)]
+            heapq.heapify(self._late)
+        for takes in self._takes.values():
+            takes.drop_finished()
+            if takes.source.closed:
+                self._look_ready = True
+        words = engine.page.words
+        if words[FAILED] or engine.closed or engine.dead_owners(everyone=True):
+            self._look_ready = self._look_settled = True
+        if words[SYNC_HIGH] > words[COMMIT]:
+            # A quarter second without a sync: whoever wrote this may have died before it.
+            with self._lock:
+                self._to_sync.append(SyncCall(None, words[SYNC_HIGH]))
+                self._sync_until = max(self._sync_until, words[SYNC_HIGH])
+        try:
+            engine._check_place_now_and_then()
+        except StoreFailedError:
+            self._look_ready = self._look_settled = True
+
+    # -- going out ---------------------------------------------------------------------------------
+
+    def _answer(self, calls: Sequence[Call]) -> None:
+        """One call into each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+        for call in calls:
+            if call.loop is not None:
+                by_loop.setdefault(call.loop, []).append(call)
+            elif call.error is not None and not isinstance(call.error, ClosedError):
+                logger.debug("%s: %s", self._engine.path, call.error)
+        for loop, some in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_set_results, some)
+            except RuntimeError:  # the loop is closed
+                for call in some:
+                    self._give_back(call)
+
+    def _fail_all(self, error: BaseException | None = None) -> None:
+        failed: list[Call] = list(self._parked)
+        for takes in self._takes.values():
+            failed.extend(takes.calls)
+        self._parked.clear()
+        self._takes.clear()
+        self._late.clear()
+        self._fail(failed, error)
+        self._fail_inbox(error)
+
+    def _fail_inbox(self, error: BaseException | None = None) -> None:
+        failed: list[Call] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                failed.append(self._inbox.popleft())
+        self._fail(failed, error)
+
+    def _fail(self, calls: list[Call], error: BaseException | None) -> None:
+        answers = []
+        for call in calls:
+            if not call.over and not call.cancelled:
+                call.over = True
+                call.error = _closed_error(self._engine) if error is None else error
+                answers.append(call)
+        self._answer(answers)
+
+    def close(self) -> None:
+        """Everybody who waits is told that the file was closed; syncs under way are finished."""
+        self._closed = True
+        with self._lock:
+            threads = self._threads
+        self._ring()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _closed_error(engine: Engine) -> ClosedError:
+    return ClosedError(
+        f"{engine.path} or this queue of it was closed while this call waited; nothing was changed"
+    )
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """Each task gets an exception of its own: raising writes into it."""
+    try:
+        return copy.copy(error)
+    except Exception:  # noqa: BLE001  any class may be there
+        return error
+
+
+def _set_results(calls: list[Call]) -> None:
+    """On the loop: answer the tasks. One that was cancelled meanwhile gives back what it got."""
+    for call in calls:
+        future = call.future
+        assert future is not None
+        if future.done():
+            continue
+        if call.error is not None:
+            future.set_exception(call.error)
+        else:
+            future.set_result(call.result)
+
+
+def _undo(session: Session, waiter: Waiter | None, leases: list[Lease]) -> None:
+    for lease in leases:
+        # Settled by a close, or lost with its group: then there is nothing to give back.
+        with contextlib.suppress(LeaseLostError):
+            _delivery.release(session, lease, True)
+
+
+# -- one for each engine ---------------------------------------------------------------------------
+
+_making = threading.Lock()
+_executor: ThreadPoolExecutor | None = None
+
+
+def io_of(engine: Engine) -> Io:
+    """The I/O threads of an engine."""
+    io: Io | None = engine.io
+    if io is None:
+        with _making:
+            io = engine.io
+            if io is None:
+                io = engine.io = Io(engine)
+    return io
+
+
+def small_pool() -> ThreadPoolExecutor:
+    """Threads for what is rare and short: questions, upkeep, opening and closing."""
+    global _executor
+    with _making:
+        if _executor is None:
+            _executor = ThreadPoolExecutor(_SMALL_POOL, thread_name_prefix="weclaw-ask")
+        return _executor
+
+
+async def in_pool(function: Callable[..., T], *args: Any) -> T:
+    """Run a short blocking function off the loop. Cancelled, it may still be done, whole."""
+    return await asyncio.get_running_loop().run_in_executor(small_pool(), function, *args)
+
+
+def _after_fork_in_child() -> None:
+    # Threads don't survive a fork.
+    global _executor, _making
+    _making = threading.Lock()
+    _executor = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
