@@ -244,7 +244,7 @@ def print_table(
 ) -> None:
     """A table; a column is its heading, or (heading, "right").
 
-    With one_line the widest column is cut where it doesn't fit, else it is folded.
+    What doesn't fit is folded; with one_line the last column is cut to fit.
     """
     table = Table(
         title=title,
@@ -254,17 +254,20 @@ def print_table(
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
+    out = console()
+    cells = [[Text(plain(str(cell))) for cell in row] for row in rows]
     for column in columns:
         heading, justify = (column, "left") if isinstance(column, str) else column
-        table.add_column(
-            heading,
-            justify=cast(Any, justify),
-            overflow="ellipsis" if one_line else "fold",
-            no_wrap=one_line,
-        )
-    for row in rows:
-        table.add_row(*(Text(plain(str(cell))) for cell in row))
-    console().print(table)
+        table.add_column(heading, justify=cast(Any, justify), overflow="fold")
+    if one_line:
+        # Rich would take from every column, the ids first.
+        others = [max(row[i].cell_len for row in cells) for i in range(len(columns) - 1)]
+        room = out.width - sum(others) - 3 * len(columns)
+        for row in cells:
+            row[-1].truncate(max(room, 20), overflow="ellipsis")
+    for row in cells:
+        table.add_row(*row)
+    out.print(table)
 
 
 @contextlib.contextmanager
