@@ -12,13 +12,13 @@ own retry policy, before anything is handed out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from . import _clock, _records
 from ._engine import ALL, SYNC, Engine, Session
-from ._index import GroupState, Row, Tx
+from ._index import GroupState, Pick, Row, Tx
 from ._options import RetryPolicy
 from ._records import DIED, LAPSED, NACK, NEVER, RELEASE, UNDO
 from ._shared import DEAD_SEQ, READY, SETTLED, mask_of
@@ -346,21 +346,23 @@ def take(
     n: int,
     visibility_s: float | None,
     waiter: Waiter | None,
+    choose: Callable[..., list[Pick]] | None = None,
 ) -> Taken:
     """Lease up to `n` messages. With none, `waiter` is registered before the lock is given back,
-    so that no wake-up falls between looking and waiting.
+    so that no wake-up falls between looking and waiting. `choose(session, group, n, visible=…,
+    now_us=…, suspects=…)` is for an order other than the index's.
     """
     engine = session.engine
     group = group_of(session, address)
     taken = Taken()
     if group.paused_until_us <= session.now_us:
         engine.bury(session, engine.dead_owners(everyone=False))
-        picks = _look(session, group, address.retry, n, taken.dead)
+        picks = _look(session, group, address.retry, n, taken.dead, choose)
         if not picks:
             dead = engine.dead_owners(everyone=True)
             if dead:
                 engine.bury(session, dead)
-                picks = _look(session, group, address.retry, n, taken.dead)
+                picks = _look(session, group, address.retry, n, taken.dead, choose)
         if picks:
             _lease(session, group, picks, visibility_s, taken.leases)
             session.settled |= mask_of(group.tid)  # ready is less now: there may be room
@@ -375,23 +377,26 @@ def take(
 
 
 def _look(
-    session: Session, group: GroupState, retry: RetryPolicy, n: int, dead: list[int]
-) -> list[Any]:
+    session: Session,
+    group: GroupState,
+    retry: RetryPolicy,
+    n: int,
+    dead: list[int],
+    choose: Callable[..., list[Pick]] | None,
+) -> list[Pick]:
     sweep(session, group, retry, dead)
     suspects = session.engine.suspects_held()
-    return session.tx.pick(
-        group,
-        n,
-        visible=session.page.visible(session.log.pending_tail),
-        now_us=session.now_us,
-        suspects=suspects,
-    )
+    visible = session.page.visible(session.log.pending_tail)
+    now_us = session.now_us
+    if choose is not None:
+        return choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
+    return session.tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
 
 
 def _lease(
     session: Session,
     group: GroupState,
-    picks: list[Any],
+    picks: list[Pick],
     visibility_s: float | None,
     leases: list[Lease],
 ) -> None:
