@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
+import random
+import resource
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_model import Driver, check, joined, rebuild
+from index_model import ALL, Driver, check, joined, rebuild
 
+from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
-from weclaw_embedded._index import Index
+from weclaw_embedded._index import FILE_NAME, Index, IndexFullError
 
 GID = rec.group_id("default", "default")
 PUT = joined(rec.pack_put(0, 0, 0, b"", b"body"))
@@ -52,3 +59,318 @@ def test_any_records_give_the_answers_of_the_model_and_again_when_rebuilt(
         check(driver.model, tx)
         tx.commit(driver.model.end, 1)
         new.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_random_histories_give_the_answers_of_the_model(seed: int, tmp_path: Path) -> None:
+    """What holds for short histories holds for long ones, with reclaim again and again."""
+    numbers = random.Random(seed)
+    index = Index.open(tmp_path / "a", create=True)
+    driver = Driver(index)
+    every = numbers.randrange(1, 12)
+    for number in range(numbers.randrange(60, 200)):
+        driver.step(numbers.randrange(20), numbers.randrange(300), numbers.randrange(300))
+        if number % every == 0:
+            driver.commit()
+        if number % 20 == 0:
+            check(driver.model, driver.open())
+    check(driver.model, driver.open())
+    driver.commit()
+    index.close()
+    new = Index.open(tmp_path / "b", create=True)
+    check(driver.model, rebuild(driver.model, new))
+    new.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lost_records_lose_no_message_whose_put_is_there(seed: int, tmp_path: Path) -> None:
+    """Damage may bring a message once more; it never takes one that nothing left says is done."""
+    numbers = random.Random(seed)
+    index = Index.open(tmp_path / "a", create=True)
+    driver = Driver(index)
+    for _ in range(150):
+        op = numbers.choice([n for n in range(19) if n not in (13, 14, 16)])
+        driver.step(op, numbers.randrange(300), numbers.randrange(300))
+    model = driver.model
+    driver.commit()
+    index.close()
+    lost = {offset for offset, _, _ in model.log if numbers.random() < 0.15}
+    kept = [row for row in model.log if row[0] not in lost]
+    told = [(offset, rec.unpack(data)) for offset, _, data in kept]
+    new = Index.open(tmp_path / "b", create=True)
+    tx = new.write()
+    tx.apply_many(
+        [(offset, offset + 1, time, 0, 0, [(offset, data)]) for offset, time, data in kept]
+    )
+    assert not tx.rejected
+    done = {(said.gid, said.offset) for _, said in told if isinstance(said, rec.Ack)}
+    for gid, group in model.groups.items():
+        now = tx.group(gid)
+        if now is None or group.created in lost:
+            continue
+        for offset, said in told:
+            if isinstance(said, rec.Put) and said.tid == group.tid and offset >= group.start:
+                state = tx.state(now, offset, lambda _, p=said.priority: p)
+                assert state in ("ready", "delayed", "leased", "dead") or (gid, offset) in done
+        assert tx.ready_count(now) == len(tx.peek(now, 10_000, 0))
+    tx.abort()
+    new.close()
+
+
+def begun(path: Path) -> Index:
+    """Return an index with one group and nothing in it."""
+    index = Index.open(path, create=True)
+    tx = index.write()
+    tx.apply(50, 1, joined(rec.pack_group(0, GID, "default")))
+    tx.commit(100, 1)
+    return index
+
+
+def test_an_aborted_transaction_leaves_no_trace(tmp_path: Path) -> None:
+    """After an abort, memory and disk are as before, full chunks too."""
+    index = begun(tmp_path / "a")
+    for number in range(3):
+        tx = index.write()
+        for place in range(2000):
+            tx.apply(1000 * number + 200 + 3 * place, 1, PUT)
+        group = tx.group(GID)
+        assert group is not None
+        assert tx.ready_count(group) == 2000
+        assert [pick.offset for pick in tx.pick(group, 2, visible=ALL)] == [
+            1000 * number + 200,
+            1000 * number + 203,
+        ]
+        tx.abort()
+    tx = index.write()
+    group = tx.group(GID)
+    assert group is not None
+    assert tx.ready_count(group) == 0
+    assert tx.pick(group, 1, visible=ALL) == []
+    tx.abort()
+    index.close()
+
+
+def test_a_transaction_that_changed_nothing_is_no_commit(tmp_path: Path) -> None:
+    """Looking does not make other processes read everything again."""
+    index = begun(tmp_path / "a")
+    tx = index.write()
+    before = tx.sequence
+    tx.commit(100, 1)
+    tx = index.write()
+    assert tx.sequence == before
+    assert (tx.applied, tx.last_crc) == (100, 1)
+    tx.meta = {"clean": True}
+    tx.commit(100, 1)
+    tx = index.write()
+    assert tx.sequence == before + 1
+    assert tx.meta == {"clean": True}
+    tx.abort()
+    index.close()
+
+
+def test_a_long_queue_is_found_again_chunk_by_chunk(tmp_path: Path) -> None:
+    """Positions over many chunks, far apart too, are what was put."""
+    index = begun(tmp_path / "a")
+    offsets = [1000 + 50 * n for n in range(3000)]
+    offsets += [2**40 + 2**33 * n for n in range(1500)]
+    tx = index.write()
+    for place, offset in enumerate(offsets):
+        tx.apply(offset, 1, PUT)
+        if place % 700 == 0:
+            tx.commit(offset + 1, 1)
+            tx = index.write()
+    tx.commit(2**50, 1)
+    index.close()
+    index = Index.open(tmp_path / "a", create=False)
+    tx = index.write()
+    group = tx.group(GID)
+    assert group is not None
+    assert [pick.offset for pick in tx.pick(group, 5000, visible=ALL)] == offsets
+    for offset in offsets[::97]:
+        assert tx.state(group, offset, lambda _: 0) == "ready"
+        assert tx.state(group, offset + 1, lambda _: 0) == "done"
+    assert tx.live_in(offsets[10], offsets[20]) == offsets[10:20]
+    assert tx.live_in(0, 2**60, 7) == offsets[:7]
+    tx.abort()
+    index.close()
+
+
+def test_records_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
+    """What follows flows; what was passed over is told."""
+    index = begun(tmp_path / "a")
+    tx = index.write()
+    bad = [b"", b"\1", b"\2", b"\3", b"\7\xc1", b"\5\x90", b"\x3f\x90", PUT[:1] + b"\xf0" + PUT[2:]]
+    bad += [joined(rec.pack_deliver(0, 0, 1, 1, [(100, 0, True)]))]  # a template is no reader
+    bad += [joined(rec.pack_deliver(0, GID, 1, 1, [(100, 0, True)])) + b"x"]
+    for place, record in enumerate(bad):
+        tx.apply(200 + place, 1, record)
+    assert [offset for offset, _ in tx.rejected] == list(range(200, 200 + len(bad)))
+    tx.apply(300, 1, b"\x40later")
+    tx.apply(301, 1, PUT)
+    group = tx.group(GID)
+    assert group is not None
+    assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [301]
+    tx.abort()
+    index.close()
+
+
+def test_the_map_grows_and_other_openers_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early in general; a transaction that fills it fails whole, and the next has room."""
+    monkeypatch.setattr(door, "MAP_BYTES", 2**22)
+    monkeypatch.setattr(door, "CHECK_EVERY", 4)
+    index = begun(tmp_path / "a")
+    context = multiprocessing.get_context("spawn")
+    go, said = context.Queue(), context.Queue()
+    child = context.Process(target=_count_ready, args=(tmp_path / "a", go, said))
+    child.start()
+    assert said.get(timeout=30) == 0
+    record = joined(rec.pack_put(0, 0, 0, rec.pack_meta(key="k" * 99), b""))
+    for start in (1_000, 1_000_000):
+        tx = index.write()
+        with pytest.raises(IndexFullError):
+            for place in range(100_000):
+                tx.apply(start + place, 1, record)
+        assert not tx.open
+    for batch in range(100):
+        tx = index.write()
+        for place in range(200):
+            tx.apply(10_000_000 + 1000 * batch + place, 1, PUT)
+            tx.apply(10_000_000 + 1000 * batch + 500 + place, 1, record)
+        tx.commit(20_000_000 + batch, 1)
+    go.put(1)
+    assert said.get(timeout=30) == 20_001  # of one key one is ready
+    child.join()
+    index.close()
+
+
+def _count_ready(path: Path, go: Any, said: Any) -> None:
+    index = Index.open(path, create=False)
+    for look in range(2):
+        if look:
+            go.get()
+        tx = index.write()
+        group = tx.group(GID)
+        assert group is not None
+        said.put(tx.ready_count(group))
+        tx.abort()
+    index.close()
+
+
+def _work(path: Path, lock_path: Path, rounds: int) -> None:
+    """Put, lease and ack, each round under the lock, the log's end being the index's."""
+    index = Index.open(path, create=False)
+    with lock_path.open("w") as lock:
+        held: list[int] = []
+        for number in range(rounds):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            tx = index.write()
+            end = tx.applied
+            tx.apply(end, 1, PUT)
+            if held:
+                tx.apply(end + 50, 1, joined(rec.pack_ack(0, GID, held.pop())))
+            group = tx.group(GID)
+            assert group is not None
+            picks = tx.pick(group, 1 + number % 2, visible=ALL)
+            tx.apply(end + 100, 1, joined(rec.pack_deliver(0, GID, os.getpid(), 2**60, picks)))
+            held += [pick.offset for pick in picks]
+            tx.commit(end + 200, 1)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    index.close()
+
+
+def test_processes_that_share_an_index_see_each_others_commits(tmp_path: Path) -> None:
+    """Each message is in one hand, and the counters add up."""
+    begun(tmp_path / "a").close()
+    context = multiprocessing.get_context("spawn")
+    rounds = 1500
+    children = [
+        context.Process(target=_work, args=(tmp_path / "a", tmp_path / "lock", rounds))
+        for _ in range(3)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+    index = Index.open(tmp_path / "a", create=False)
+    tx = index.write()
+    group = tx.group(GID)
+    topic = tx.topic("default")
+    assert group is not None
+    assert topic is not None
+    assert topic.puts == 3 * rounds
+    leases = tx.leases(GID)
+    assert len(leases) == group.n_leased
+    assert group.settled + group.n_leased + tx.ready_count(group) == 3 * rounds
+    assert group.settled >= 3 * (rounds - 1) // 2
+    tx.abort()
+    index.close()
+
+
+def _fill(path: Path, said: Any) -> None:
+    """Write until the file may not grow, then go on settling."""
+    index = Index.open(path, create=False)
+    tx = index.write()
+    for place in range(2000):
+        tx.apply(1000 + 3 * place, 1, PUT)
+    tx.commit(10_000, 1)
+    size = (path / FILE_NAME).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    end = 20_000
+    with pytest.raises(IndexFullError):
+        while True:
+            tx = index.write()
+            for _ in range(300):
+                tx.apply(end, 1, joined(rec.pack_put(0, 0, 0, rec.pack_meta(key=str(end)), b"")))
+                end += 3
+            tx.commit(end, 1)
+    assert not tx.open
+    for _ in range(500):
+        tx = index.write()
+        group = tx.group(GID)
+        assert group is not None
+        pick = tx.pick(group, 1, visible=ALL)[0]
+        tx.apply(end, 1, joined(rec.pack_deliver(0, GID, 7, 2**60, [pick])))
+        tx.apply(end + 50, 1, joined(rec.pack_ack(0, GID, pick.offset)))
+        end += 100
+        tx.commit(end, 1)
+    index.close()
+    said.put("settled")
+
+
+def test_when_the_disk_is_full_messages_can_still_be_settled(tmp_path: Path) -> None:
+    """A commit that finds no room changes nothing; small ones live on the reserve."""
+    begun(tmp_path / "a").close()
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    child = context.Process(target=_fill, args=(tmp_path / "a", said))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert said.get(timeout=1) == "settled"
+    index = Index.open(tmp_path / "a", create=False)
+    tx = index.write()
+    group = tx.group(GID)
+    assert group is not None
+    assert group.settled == 500
+    tx.abort()
+    index.close()
+
+
+def test_what_is_no_index_is_said_to_be_none(tmp_path: Path) -> None:
+    """Missing and foreign files are two errors, and neither is touched."""
+    with pytest.raises(FileNotFoundError):
+        Index.open(tmp_path, create=False)
+    (tmp_path / FILE_NAME).write_bytes(b"no index at all" * 1000)
+    with pytest.raises(OSError, match="could not be opened"):
+        Index.open(tmp_path, create=False)
+
+
+def test_only_the_index_imports_lmdb() -> None:
+    """LMDB has one door."""
+    package = Path(door.__file__).parent
+    for path in package.rglob("*.py"):
+        if "import lmdb" in path.read_text(encoding="utf-8"):
+            assert path.name.startswith("_index")

@@ -108,6 +108,10 @@ class Change(Moves):
         self._reshape()
         return group
 
+    def _reader(self, tid: int, gid: int, offset: int, time_us: int) -> GroupState:
+        """Return a group; one that damage took the record of is made again, without a name."""
+        return self.group(gid) or self._make_group(tid, gid, "", 0, offset, time_us)
+
     def _leave_template(self, tid: int, offset: int, time_us: int) -> None:
         """Take a message out of what a new group would get."""
         template = self.template(tid)

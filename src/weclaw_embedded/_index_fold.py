@@ -180,10 +180,10 @@ class Fold(Keep, Notes):
         if len(record) != _DELIVER_SIZE + count * DELIVER_ITEM.size:
             self._reject(offset, "a DELIVER that does not hold what it says")
             return
-        group = self._groups.get(gid) or self._reader(tid, gid, offset, time_us)
-        if group is None:
+        if gid < GROUP_BIT:
             self._reject(offset, f"a DELIVER to {gid}, which is no group")
             return
+        group = self._groups.get(gid) or self._reader(tid, gid, offset, time_us)
         topic = self._topics.get(group.tid) or self._topic(group.tid)
         cursor, tails = group.cursor, topic.tails
         leases: dict[int, tuple[int, int, int]] | None = None
@@ -213,15 +213,6 @@ class Fold(Keep, Notes):
         if deadline_ns < group.next_deadline_ns:
             group.next_deadline_ns = deadline_ns
         self._changed_groups[gid] = group
-
-    def _reader(self, tid: int, gid: int, offset: int, time_us: int) -> GroupState | None:
-        """Return a group; one that damage took the record of is made again, without a name."""
-        group = self.group(gid)
-        if group is None and gid & GROUP_BIT:
-            group = self._make_group(tid, gid, "", 0, offset, time_us)
-        if group is None or group.is_template:
-            return None
-        return group
 
     def _deliver_other(
         self,

@@ -49,6 +49,7 @@ from ._index_rows import (
     name_key,
 )
 from ._records import (
+    GROUP_BIT,
     META_ID,
     META_KEY,
     PRIORITIES,
@@ -232,11 +233,10 @@ class Keep(Change):
         key_name = put.meta.get(META_KEY)
         keyhash = key_hash(key_name) if key_name is not None else None
         for told in said.rows:
-            owner = self.group(told.gid)
-            if owner is None:
-                if not told.gid >> 63:
-                    continue
-                owner = self._make_group(put.tid, told.gid, "", 0, offset, time_us)
+            if told.gid & GROUP_BIT:
+                owner = self._reader(put.tid, told.gid, offset, time_us)
+            else:
+                owner = self.template(put.tid)
             row = _told_row(told, put.priority, len(said.put), keyhash)
             self._settle_in(owner, message, row, told.state, time_us)
         for gid, _ in said.results:
