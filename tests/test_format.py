@@ -218,8 +218,7 @@ def _tables() -> dict[str, list[tuple[int, str, str]]]:
         if rows[0][:2] == ["at", "type"]:
             found.append([(int(row[0]), row[1], row[2]) for row in rows[2:]])
     names = ("header", "head", "slot", "part", "record")
-    assert len(found) == len(names)
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, found[: len(names)], strict=True))
 
 
 @pytest.mark.parametrize(
