@@ -8,6 +8,7 @@ import queue
 
 import pytest
 from tests.helpers.processes import Child
+from tests.helpers.queues import disk_bytes, eventually
 
 import weclaw_embedded as weclaw
 
@@ -91,12 +92,13 @@ def test_errors_travel_between_processes(path, tmp_path):
     assert len(letter.failures) == 1
 
 
-def test_trimmed_offset_pickles(open_queue):
+def test_trimmed_offset_pickles(path, open_queue):
     """`OffsetTrimmedError` keeps its first offset."""
     q = open_queue(retention=0, segment_bytes=65536)
     q.put_many([bytes(1000)] * 300)
     for msg in q.get_many(300):
         msg.ack()
+    eventually(lambda: disk_bytes(path) < 300_000)
     with pytest.raises(weclaw.OffsetTrimmedError) as caught:
         q.replay(offset=0)
     error = pickle.loads(pickle.dumps(caught.value))

@@ -109,7 +109,7 @@ def test_readonly_makes_no_file(path):
     assert list(path.parent.iterdir()) == []
 
 
-def test_readonly_refuses_every_change(path, open_queue):
+def test_readonly_refuses_every_change(path, open_queue, open_store):
     """Every change through a read-only handle is `StorageError`, and looking works."""
     q = open_queue()
     ids = q.put_many(["a", "b", "c"])
@@ -117,7 +117,7 @@ def test_readonly_refuses_every_change(path, open_queue):
     q.get().fail("bad")
     q.close()
     before = path.read_bytes()
-    store = weclaw.open(path, readonly=True)
+    store = open_store(readonly=True)
     q = store.queue()
     changes = [
         lambda: q.put("x"),
