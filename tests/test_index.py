@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,28 @@ def test_only_the_index_imports_lmdb() -> None:
     for path in package.rglob("*.py"):
         if "import lmdb" in path.read_text(encoding="utf-8"):
             assert path.name.startswith("_index")
+
+
+def test_a_forked_child_that_closes_harms_nobody(tmp_path: Path) -> None:
+    """The parent's open transaction and its next ones are as if there had been no fork."""
+    index = begun(tmp_path / "a")
+    tx = index.write()
+    tx.apply(200, 1, PUT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with the alarm's thread
+        child = os.fork()
+    if not child:
+        try:
+            index.close()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    tx.commit(300, 1)
+    tx = index.write()
+    tx.apply(300, 1, PUT)
+    group = tx.group(GID)
+    assert group is not None
+    assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [200, 300]
+    tx.commit(400, 1)
+    index.close(sync=True)
