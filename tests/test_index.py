@@ -386,11 +386,12 @@ def test_a_forked_child_that_closes_harms_nobody(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # forking with the alarm's thread
         child = os.fork()
     if not child:
+        code = 1
         try:
             index.close()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
+            code = 0
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     tx.commit(300, 1)
     tx = index.write()
