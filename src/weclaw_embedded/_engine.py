@@ -56,7 +56,7 @@ from ._shared import (
 )
 from ._wake import READY_BYTE, SETTLED_BYTE, Timer, Waiter, Waker
 from .errors import ClosedError, DiskFullError, LockedError, StoreFailedError
-from .wal import COMMIT, HEAD, LAST, TAIL, WRITING, Frame, Log
+from .wal import COMMIT, HEAD, LAST, TAIL, WRITING, Frame, Log, Recovery
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -73,6 +73,8 @@ _NO_LIMIT: Final = "none"
 DEATH_CHECK_S: Final = 0.25
 # In sessions that confirm no sync, how often the names of file and scratch are looked at.
 _PLACE_CHECK_NS: Final = 2_000_000
+# Bytes of the log that are folded in one transaction of the index.
+_FOLD_BYTES: Final = 256 << 20
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
 
@@ -195,6 +197,22 @@ class Session:
             tx.abort()
 
 
+class _Last:
+    """Remembers the last frame that went by."""
+
+    def __init__(self, enough: int) -> None:
+        self.enough = enough  # frames that begin after this offset are left
+        self.offset = 0
+        self.end = 0
+
+    def until_enough(self, frames: Iterator[Frame]) -> Iterator[Frame]:
+        for frame in frames:
+            self.offset, self.end = frame[0], frame[1]
+            yield frame
+            if frame[1] > self.enough:
+                return
+
+
 class Job:
     """One operation among several of a turn; see `Engine.execute_many`."""
 
@@ -252,8 +270,10 @@ class Engine:
         self.consumer = ""
         self._introduced = False
         self._adopted: list[StoreOptions] = []
+        if self.recovery is not None:
+            self._report(self.recovery)
         if opened.rebuild:
-            self._rebuild()
+            self.execute(lambda session: session.tx)
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -323,7 +343,12 @@ class Engine:
         if pokes is not None:
             for kind, slots in pokes:
                 self.waker.poke(slots, kind)
-        if session.settled or self.page.words[LAST] != self._last_segment:
+        last = self.page.words[LAST]
+        if last != self._last_segment:
+            # At once, so that space is used again as fast as it is used up.
+            self._last_segment = last
+            self._upkeep()
+        elif session.settled:
             self._upkeep_soon()
 
     def _begin(self) -> Session:
@@ -351,38 +376,49 @@ class Engine:
         """Apply everything written and not yet applied. The caller holds the write lock."""
         applied = tx.applied
         tail = self.page.words[TAIL]
-        if applied < tail:
-            last = applied
-
-            def frames() -> Iterator[Frame]:
-                nonlocal last
-                for frame in self.log.frames(applied, tail, on_damage=self._damage_noter(tx)):
-                    last = frame[0]
-                    yield frame
-
-            tx.apply_many(frames())
-            self.log.remember_last(tail, last)
-
-    def _rebuild(self) -> None:
-        """Fold the whole log into the empty index; the caller is the first opener, or alone."""
-
-        def fold(session: Session) -> None:
-            session._tx = self.index.write()
-            self.fold_all(session._tx)
-
-        self.execute(fold)
+        if not applied or applied < self.log.head_offset:
+            self.fold_all(tx)
+        elif applied < tail:
+            last = _Last(tail)
+            frames = self.log.frames(applied, tail, on_damage=self._damage_noter(tx))
+            tx.apply_many(last.until_enough(frames))
+            if last.end == tail:
+                self.log.remember_last(tail, last.offset)
 
     def fold_all(self, tx: Tx) -> None:
-        """Apply the whole log to an empty index, beginning with what a checkpoint knows of the
-        time before what is kept."""
+        """Apply the whole log, beginning with what a checkpoint knows of the time before what is
+        kept. Commits now and then: a transaction of LMDB holds only so many pages, and whoever is
+        killed meanwhile leaves a part that is true.
+        """
         head = self.log.head_offset
+        tail = self.page.words[TAIL]
         checkpoint = self.log.checkpoint()
-        if checkpoint:
+        if checkpoint and not tx.applied:
             known = _records.unpack(self.log.read(checkpoint))
             assert isinstance(known, _records.Checkpoint), "the log marks its checkpoints"
             tx.seed(known, head)
         noter = self._damage_noter(tx)
-        tx.apply_many(self.log.frames(head, self.page.words[TAIL], on_damage=noter))
+        start = max(tx.applied, head)
+        while start < tail:
+            frames = self.log.frames(start, tail, on_damage=noter)
+            last = _Last(start + _FOLD_BYTES)
+            tx.apply_many(last.until_enough(frames))
+            if not last.end:
+                break
+            start = last.end
+            if start < tail:
+                tx.commit(start, self.log.checksum(last.offset))
+                self.index.write()
+
+    def _report(self, recovery: Recovery) -> None:
+        if recovery.torn_bytes:
+            logger.warning(
+                "%s: the log ended in the middle of a frame; %d bytes after offset %d were cut, "
+                "every complete record is kept",
+                self.path,
+                recovery.torn_bytes,
+                recovery.cut,
+            )
 
     def _damage_noter(self, tx: Tx) -> Callable[[int, str], None]:
         def note(offset: int, reason: str) -> None:
@@ -446,10 +482,7 @@ class Engine:
         words = self.page.words
         target = words[TAIL]
         self._unsynced = 0
-        try:
-            self.log.sync()
-        except OSError as error:
-            raise self.fail(f"a sync failed: {error}") from error
+        self.sync_file()
         self._check_place()
         pokes: list[int] = []
         with self._lock:
@@ -465,6 +498,13 @@ class Engine:
                 _files.unlock(self.fd, WRITE)
         if pokes:
             self.waker.poke(pokes, READY_BYTE)
+
+    def sync_file(self) -> None:
+        """fdatasync, and nothing else. Raises StoreFailedError, and then every process stops."""
+        try:
+            self.log.sync()
+        except OSError as error:
+            raise self.fail(f"a sync failed: {error}") from error
 
     def flush(self) -> None:
         """Everything written so far is on stable storage when this returns."""
@@ -699,7 +739,6 @@ class Engine:
     # -- upkeep ----------------------------------------------------------------------------------
 
     def _upkeep_soon(self) -> None:
-        self._last_segment = self.page.words[LAST]
         if not self._upkeep_due:
             self._upkeep_due = True
             self.timer.call_at(time.monotonic() + UPKEEP_S, self._upkeep)

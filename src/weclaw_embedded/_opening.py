@@ -193,6 +193,7 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
     same_boot = old is not None
     failed = old is not None and bool(old.words[FAILED])
     commit = 0 if old is None else old.words[COMMIT]
+    shift = None if old is None else old.shift
     if old is not None:
         old.close()
     _make_directory(directory, fd)
@@ -209,7 +210,8 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
             index = Index.open(os.path.join(directory, INDEX_NAME), create=True)
         for name in os.listdir(os.path.join(directory, INDEX_NAME)):
             _files.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
-        _set_clock(page, log)
+        # Within a boot the clock goes on as it was, whatever became of the wall clock.
+        page.shift = _new_shift(log) if shift is None else shift
         slot, token = take_owner_slot(fd, page)
         _files.lock(fd, IN_USE, False)
     except BaseException:
@@ -332,9 +334,9 @@ def _delete_index(directory: str) -> None:
         _files.close(parent)
 
 
-def _set_clock(page: SharedPage, log: Log) -> None:
+def _new_shift(log: Log) -> int:
     """Begin this boot's queue time: like the wall clock, but never before the last frame's."""
-    page.shift = max(_clock.wall_us(), log.last_time_us()) - _clock.boottime_us()
+    return max(_clock.wall_us(), log.last_time_us()) - _clock.boottime_us()
 
 
 def take_owner_slot(fd: int, page: SharedPage) -> tuple[int, int]:

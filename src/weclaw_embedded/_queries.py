@@ -204,7 +204,9 @@ def cancel(session: Session, address: Address, id: str, policy: int) -> bool:
     offset = None if topic is None else find(session, topic.tid, id)
     if topic is None or offset is None:
         return False
-    for group in session.tx.groups(topic.tid):
+    for group in session.tx.groups(topic.tid) or [session.tx.template(topic.tid)]:
+        if offset < group.start and session.tx.row(group.gid, offset) is None:
+            continue  # it began later and never had the message
         if state_of(session, group, offset) not in ("ready", "delayed"):
             return False
     session.append([_records.pack_cancel(topic.tid, [offset])], policy)

@@ -266,11 +266,11 @@ class Reading(Segments):
             ):
                 found = frame
             if found is not None:
-                return found[0], self._checksum(found[0])
+                return found[0], self.checksum(found[0])
             segment -= 1
         return 0, 0
 
-    def _checksum(self, offset: int) -> int:
+    def checksum(self, offset: int) -> int:
         shift, _ = self.place(offset >> self.bits)
         return int.from_bytes(_files.read_at(self.fd, 4, offset + shift), "little")
 
@@ -285,7 +285,7 @@ class Reading(Segments):
     def remember_last(self, tail: int, offset: int) -> None:
         """Take note that the frame at `offset` ends at `tail`, to whoever just read it there."""
         if self._last[0] != tail:
-            self._last = (tail, (offset, self._checksum(offset)))
+            self._last = (tail, (offset, self.checksum(offset)))
 
     def ends_with(self, end: int, checksum: int) -> bool:
         """Whether a valid frame with this checksum ends at `end`.

@@ -135,13 +135,11 @@ class ReadonlyEngine(Engine):
         head = self.log.head_offset
         tx = self.index.write()
         try:
-            if self._head < 0 or tx.applied < head or words[TAIL] < before:
+            if tx.applied and (tx.applied < head or words[TAIL] < before):
                 tx.abort()
                 self._begin_anew()
                 tx = self.index.write()
-                self.fold_all(tx)
-            else:
-                self.catch_up(tx)
+            self.catch_up(tx)
             tx.commit(words[TAIL], 0)
         except BaseException:
             tx.abort()

@@ -30,6 +30,7 @@ from .wal import HEAD, LAST
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
 _STEPS: Final = 8
+_KEPT_FREE: Final = 2  # slots that keep their space when they become free
 _CARRY_EXTRA_BYTES: Final = 200  # what a CARRY says besides the message
 
 
@@ -67,7 +68,8 @@ def step(session: Session, force: bool) -> float | None:
 
 def _retained_s(session: Session, tx: Tx, segment: int, end: int) -> float | None:
     """How long retention still wants the settled messages of the segment: 0.0 no more, None as
-    long as there is room."""
+    long as there is room.
+    """
     age_s, size_bytes = session.option("retention"), session.option("retention_bytes")
     left_s = None
     if age_s is not None:
@@ -114,7 +116,8 @@ def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record]
 
 def maintain(engine: Engine, *, force: bool = False) -> float | None:
     """Free what can be freed and give space back, a bounded amount. Returns the seconds after
-    which another call is worth it; None when that is no matter of time."""
+    which another call is worth it; None when that is no matter of time.
+    """
     freed = 0
     wait_s: float | None = 0.0
     while freed < _STEPS and wait_s == 0.0:
@@ -123,5 +126,10 @@ def maintain(engine: Engine, *, force: bool = False) -> float | None:
     if freed:
         # Before slots are used again, the records that freed them must be on stable storage.
         engine.flush()
-    engine.execute(lambda session: session.log.trim())
+    # The steps of `_segments`, with the sync between them outside the lock.
+    announced = engine.execute(lambda session: session.log.announce())
+    if freed:
+        engine.sync_file()
+        engine.execute(lambda session: session.log.settled(announced))
+    engine.execute(lambda session: session.log.trim(_KEPT_FREE))
     return None if wait_s is None else max(wait_s, UPKEEP_S)

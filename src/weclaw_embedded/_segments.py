@@ -372,6 +372,17 @@ class Segments:
             for slot, entry in waiting:
                 self.state.slots[slot] = entry & ~_NEEDS
 
+    def announce(self) -> int:
+        """Take the step that needs no sync; return what `settled` takes after one."""
+        self._announce()
+        return self.state.words[TAIL] + 1
+
+    def settled(self, announced: int) -> None:
+        """A sync that began after `announce` returned this number has succeeded."""
+        for slot, entry in self._free_slots():
+            if entry & SAFE and entry & _NEEDS <= announced:
+                self.state.slots[slot] = entry & ~_NEEDS
+
     def trim(self, keep: int = 1) -> int:
         """Give what free slots take back to the file system; return the bytes given back.
 

@@ -86,17 +86,18 @@ class SharedPage(LogState):
     def create(path: str, like_fd: int) -> SharedPage:
         """Make the page anew, empty; the caller has the file for itself.
 
-        A new file rather than an old one overwritten: a process that was left behind with the old
-        page mapped must not see this one's words.
+        An old one is overwritten where it is, so that a full disk can be opened; nobody has it
+        mapped any more.
         """
-        temporary = f"{path}.new"
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _files.zero_fill(fd, 0, _SLOTS_AT + 8 * SLOTS_STEP)
-            _files.match_owner_and_mode(temporary, like_fd)
+            size = max(_files.size(fd), _SLOTS_AT + 8 * SLOTS_STEP)
+            size = _SLOTS_AT + (size - _SLOTS_AT) // 8 * 8
+            _files.zero_fill(fd, 0, size)
+            _files.truncate(fd, size)
+            _files.match_owner_and_mode(path, like_fd)
         finally:
-            os.close(fd)
-        os.rename(temporary, path)
+            _files.close(fd)
         return SharedPage(path)
 
     def stamp(

@@ -80,7 +80,11 @@ class Waker:
 
     def _start(self) -> None:
         path = self._path(self._slot)
-        _files.make_fifo(path, self._like_fd)
+        try:
+            os.mkfifo(path, 0o600)
+            _files.match_owner_and_mode(path, self._like_fd)
+        except FileExistsError:
+            pass  # of a process that was killed; the slot is ours now
         # Opened for both directions: the pipe then never reports an end of file when the last
         # writer goes, and opening it does not wait for one.
         self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
