@@ -41,24 +41,24 @@ class AsyncMessage(Message):
 
     # The results may be awaited; to whoever does not, they are the None of the base class.
 
-    def ack(self, result: Any = None) -> Written:  # type: ignore[override]  see above
+    def ack(self, result: Any = None) -> Written:  # type: ignore[override]  # see above
         """Done: never delivered again in this group. See `Message.ack`."""
         super().ack(result)
         return self._written()
 
-    def nack(  # type: ignore[override]  see above
+    def nack(  # type: ignore[override]  # see above
         self, backoff: float | None = None, reason: str | None = None, *, count: bool = True
     ) -> Written:
         """Failed: again later, or to the dead letters. See `Message.nack`."""
         super().nack(backoff, reason, count=count)
         return self._written()
 
-    def fail(self, reason: str | None = None) -> Written:  # type: ignore[override]  see above
+    def fail(self, reason: str | None = None) -> Written:  # type: ignore[override]  # see above
         """Straight to the dead letters. See `Message.fail`."""
         super().fail(reason)
         return self._written()
 
-    def release(self) -> Written:  # type: ignore[override]  see above
+    def release(self) -> Written:  # type: ignore[override]  # see above
         """Ready for the next consumer at once, uncounted. See `Message.release`."""
         super().release()
         return self._written()

@@ -25,7 +25,7 @@ from . import _delivery, _queries
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine, Session
-from ._io import PENDING, Op, PutCall, TakeCall, in_pool, io_of, small_pool
+from ._io import PENDING, Op, PutCall, TakeCall, closed_error, in_pool, io_of, small_pool
 from ._options import UNSET, Unset, check_count
 from ._queries import Outcome, Stats
 from ._wake import Waiter
@@ -239,10 +239,9 @@ class AsyncQueue:
 
     # What `_io` asks of whoever takes.
 
-    @property
-    def closed(self) -> bool:
-        """Whether the queue was closed."""
-        return self._queue._closed
+    def ended(self) -> BaseException | None:
+        """For the I/O thread."""
+        return closed_error(self._queue._store.path) if self._queue._closed else None
 
     def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
         """For the I/O thread."""

@@ -66,9 +66,8 @@ PENDING: Final = Pending()
 class Source(Protocol):
     """Where takes come from: what an `AsyncQueue` or a drop-in is to this module."""
 
-    @property
-    def closed(self) -> bool:
-        """True when nothing more can be taken."""
+    def ended(self) -> BaseException | None:
+        """What whoever still waits is told when nothing more will come; None: it may come."""
         ...
 
     def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
@@ -579,7 +578,7 @@ class Io:
                 lease.over = True
                 self._engine.held.pop((lease.gid, lease.offset), None)
         job.result = None
-        job.error = error  # type: ignore[assignment]  not only Exceptions: all are told
+        job.error = error  # type: ignore[assignment]  # not only Exceptions: all are told
 
     # -- after the turn ----------------------------------------------------------------------------
 
@@ -677,17 +676,17 @@ class Io:
             takes.look_at_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
         words = self._engine.page.words
         behind = words[SYNC_HIGH] > words[COMMIT]
-        closed = takes.source.closed
-        for call in [call for call in calls if call.until_s == 0.0 or closed]:
+        ended = takes.source.ended()
+        for call in [call for call in calls if call.until_s == 0.0 or ended is not None]:
             calls.remove(call)
-            if behind and not closed:
+            if behind:
                 # Something may be there that only waits for a sync.
                 with self._lock:
                     self._to_sync.append(SyncCall(None, tail, call))
                     self._sync_until = max(self._sync_until, tail)
             else:
                 call.over = True
-                call.error = _closed_error(self._engine) if closed else call.empty()
+                call.error = call.empty() if ended is None else _copy_of(ended)
                 turn.answers.append(call)
         for call in calls:
             self._watch(call)
@@ -705,12 +704,15 @@ class Io:
             call.over = True
             call.result = [what for _, what in mine]
             call.leases = [lease for lease, _ in mine]
-            if call.cancelled:
-                self._give_back(call)
-            else:
-                turn.answers.append(call)
+            self._hand_over(turn, call)
         if at < len(made):
             self.undo([lease for lease, _ in made[at:]])
+
+    def _hand_over(self, turn: _Turn, call: TakeCall) -> None:
+        if call.cancelled:
+            self._give_back(call)
+        else:
+            turn.answers.append(call)
 
     # -- what waits --------------------------------------------------------------------------------
 
@@ -752,7 +754,7 @@ class Io:
         for call in self._parked:
             if call.queue is not None and call.queue._closed and not call.over:
                 call.over = True
-                call.error = _closed_error(engine)
+                call.error = closed_error(engine.path)
                 turn.answers.append(call)
         self._parked = [call for call in self._parked if not (call.cancelled or call.over)]
         if len(self._late) > MAX_CALLS:
@@ -760,7 +762,7 @@ class Io:
             heapq.heapify(self._late)
         for takes in self._takes.values():
             takes.drop_finished()
-            if takes.source.closed:
+            if takes.source.ended() is not None:
                 self._look_ready = True
         words = engine.page.words
         if words[FAILED] or engine.closed or engine.dead_owners(everyone=True):
@@ -814,7 +816,7 @@ class Io:
         for call in calls:
             if not call.over and not call.cancelled:
                 call.over = True
-                call.error = _closed_error(self._engine) if error is None else error
+                call.error = closed_error(self._engine.path) if error is None else error
                 answers.append(call)
         self._answer(answers)
 
@@ -829,9 +831,10 @@ class Io:
                 thread.join()
 
 
-def _closed_error(engine: Engine) -> ClosedError:
+def closed_error(path: str) -> ClosedError:
+    """What those who waited are told at a close."""
     return ClosedError(
-        f"{engine.path} or this queue of it was closed while this call waited; nothing was changed"
+        f"{path} or this queue of it was closed while this call waited; nothing was changed"
     )
 
 

@@ -1,0 +1,309 @@
+"""What the drop-in queues of `aio` and `threads` have in common.
+
+Role: a durable queue behind the interface of the standard library's: which item belongs to whom,
+what `task_done` settles, what counts as unfinished, and what a shutdown means. The file is the
+truth about what waits and what is held; this module adds what only a process can know: whose an
+item is, calls of `task_done` that no item could be found for, and whether it was shut down.
+
+Invariants:
+
+* An item that was handed out is leased until it is settled or the process dies, so a process that
+  is killed loses none. Leases have no deadline.
+* unfinished = ready + delayed + leased of the file, less the calls of `task_done` that no item
+  could be found for; after an immediate shutdown only what is handed out counts.
+
+It must not wait: `aio` and `threads` do, each in its way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Hashable
+from contextvars import ContextVar
+from typing import Any, Final
+
+from . import _codecs, _delivery, _records
+from ._delivery import Encoded, Lease, Taken
+from ._engine import Engine, Session
+from ._message import Content, Message
+from ._order import Entry, Newest, Order
+from ._store import open as open_store
+from ._wake import Waiter
+from .errors import LeaseLostError, SerializationError, ShutDown
+
+logger = logging.getLogger("weclaw_embedded")
+
+FIFO: Final = "fifo"
+PRIORITY: Final = "priority"
+LIFO: Final = "lifo"
+
+_QUEUE_OPTIONS: Final = ("group", "retry", "on_dead", "start")
+_serials = itertools.count()
+
+
+class Item:
+    """An item that was handed out, or will be: `lease` is None until then."""
+
+    __slots__ = ("lease", "previous", "serial", "settled")
+
+    def __init__(self, serial: int, previous: Item | None) -> None:
+        self.serial = serial  # of its queue
+        self.previous = previous
+        self.lease: Lease | None = None
+        self.settled = False
+
+
+# The newest item that was asked for in this context. Child tasks and `to_thread` inherit it.
+_newest: ContextVar[Item | None] = ContextVar("weclaw_item", default=None)
+
+
+class Core:
+    """The shared half of a drop-in queue."""
+
+    def __init__(
+        self,
+        kind: str,
+        maxsize: float,
+        path: str | os.PathLike[str],
+        options: dict[str, Any],
+    ) -> None:
+        self.closed = True  # until it is open, for __del__
+        if "visibility_timeout" in options:
+            raise TypeError(
+                "visibility_timeout is no option of a drop-in queue: an item is held until "
+                "task_done() or the death of its process"
+            )
+        limit_of(maxsize)
+        chosen = {name: options.pop(name) for name in _QUEUE_OPTIONS if name in options}
+        topic = options.pop("topic", "default")
+        self.store = open_store(path, **options)
+        try:
+            self.queue = self.store.queue(topic, visibility_timeout=None, **chosen)
+        except BaseException:
+            self.store.close()
+            raise
+        self.closed = False
+        self.serial = next(_serials)
+        self.maxsize = maxsize
+        self.is_shutdown = False
+        self.immediate = False
+        self.counted = 0  # calls of task_done without an item
+        self.out: dict[Item, None] = {}
+        self.owned: weakref.WeakKeyDictionary[Any, deque[Item]] = weakref.WeakKeyDictionary()
+        self.lock = threading.Lock()
+        self.order: Order | None = None
+        if kind == PRIORITY:
+            self.order = Order(Entry, self._item_of)
+        elif kind == LIFO:
+            self.order = Order(Newest, None)
+
+    def __del__(self) -> None:
+        # The queues that this one stands in for need no closing, so neither does it.
+        if not getattr(self, "closed", True):
+            self.closed = True
+            self.queue._closed = True
+            self.store._drop()
+
+    @property
+    def engine(self) -> Engine:
+        return self.queue._engine
+
+    @property
+    def limit(self) -> int:
+        """How many may wait; 0: any number."""
+        return limit_of(self.maxsize)
+
+    def _item_of(self, put: Any) -> Any:
+        try:
+            return _codecs.decode(
+                put.codec,
+                put.meta.get(_records.META_CODEC),
+                put.body,
+                codec=self.queue._codec,
+            )
+        except SerializationError:
+            return None  # told to whoever takes it
+
+    # -- put and take, under the write lock ------------------------------------------------------
+
+    def encode(self, item: Any) -> Encoded:
+        message = self.queue._encode(item)
+        _delivery.check_size([message], self.engine.option("max_message_bytes"))
+        return message
+
+    def put(
+        self,
+        session: Session,
+        waiter: Waiter | None,
+        message: Encoded,
+        item: Any,
+        policy: int,
+        limit: int,
+    ) -> str:
+        """Put an item, or raise NoRoom with the waiter registered."""
+        if self.is_shutdown:
+            raise shut_down()
+        if self.order is not None:
+            self.order.check(item)
+        return _delivery.put(session, self.queue._address, [message], policy, limit, waiter)[0]
+
+    def look(
+        self, session: Session, n: int, visibility_s: float | None, waiter: Waiter | None
+    ) -> Taken:
+        """Take up to `n` in the order of this queue."""
+        if self.immediate:
+            return Taken()
+        choose = None if self.order is None else self.order.choose
+        return _delivery.take(session, self.queue._address, n, None, waiter, choose)
+
+    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
+        """The items, with their leases. One that can't be decoded goes to the dead letters."""
+        found: list[tuple[Lease, Any]] = []
+        for lease in leases:
+            content = self.queue._read(lease.offset, lease.location, lease.salt)
+            if content is None:
+                continue
+            try:
+                found.append((lease, (lease, content.body(self.queue._codec))))
+            except SerializationError as error:
+                self._bury(content, lease, error)
+        return found
+
+    def _bury(self, content: Content, lease: Lease, error: SerializationError) -> None:
+        logger.warning("%s: message %s: %s", self.store.path, content.id, error)
+        try:
+            Message(self.queue, content, lease).fail(f"SerializationError: {error}")
+        except LeaseLostError:
+            pass
+
+    def tell_dead(self, offsets: list[int]) -> None:
+        self.queue._remember_dead(offsets)
+
+    # -- counting, under the write lock ------------------------------------------------------------
+
+    def waiting(self, session: Session) -> int:
+        """What `qsize` says."""
+        if self.immediate:
+            return 0
+        group = self.queue._swept(session)
+        return 0 if group is None else _delivery.waiting_in(session.tx, group)
+
+    def unfinished(self, session: Session, waiter: Waiter | None = None) -> int:
+        """What `join` waits for; with some left the waiter is registered."""
+        if self.immediate:
+            left = len(self.out)
+            tid = -1
+        else:
+            group = self.queue._swept(session)
+            left = 0
+            if group is not None:
+                left = _delivery.waiting_in(session.tx, group) + int(group.n_leased)
+                tid = group.tid
+        left = max(0, left - self.counted)
+        if left and waiter is not None:
+            _delivery.wait_settled(session, tid, waiter)
+        return left
+
+    # -- whose an item is --------------------------------------------------------------------------
+
+    def asked(self) -> Item:
+        """Somebody asks for an item: noted in the context, filled in when he gets it."""
+        previous = _newest.get()
+        while previous is not None and previous.settled:
+            previous = previous.previous
+        if previous is not None:
+            before = previous.previous
+            while before is not None and before.settled:
+                before = before.previous
+            previous.previous = before
+        item = Item(self.serial, previous)
+        _newest.set(item)
+        return item
+
+    def got(self, item: Item, lease: Lease, owner: Hashable | None) -> None:
+        with self.lock:
+            item.lease = lease
+            self.out[item] = None
+            if owner is not None:
+                self.owned.setdefault(owner, deque()).append(item)
+
+    def _own(self, owner: Hashable | None) -> Item | None:
+        mine = None if owner is None else self.owned.get(owner)
+        while mine:
+            item = mine.popleft()
+            if not item.settled:
+                return item
+        inherited = _newest.get()
+        while inherited is not None:
+            if (
+                inherited.serial == self.serial
+                and inherited.lease is not None
+                and not inherited.settled
+            ):
+                return inherited
+            inherited = inherited.previous
+        return None
+
+    def done(self, owner: Hashable | None) -> list[Lease] | None:
+        """The leases that this `task_done` settles; None when it has to be counted first."""
+        with self.lock:
+            item = self._own(owner)
+            if item is None:
+                return None
+            return self._settled([item])
+
+    def count(self) -> list[Lease]:
+        """A `task_done` without an item, which the caller has found to be one of the unfinished."""
+        with self.lock:
+            self.counted += 1
+            return self._settled([])
+
+    def _settled(self, items: list[Item]) -> list[Lease]:
+        """Take items off; with them all others, when as many calls have come as items are out."""
+        for item in items:
+            self._take_off(item)
+        if 0 < len(self.out) <= self.counted:
+            others = list(self.out)
+            self.counted -= len(others)
+            for item in others:
+                self._take_off(item)
+            items = items + others
+        return [item.lease for item in items if item.lease is not None]
+
+    def _take_off(self, item: Item) -> None:
+        item.settled = True
+        self.out.pop(item, None)
+
+    def settle(self, session: Session, leases: list[Lease]) -> None:
+        """Ack them all in this turn."""
+        for lease in leases:
+            try:
+                _delivery.ack(session, lease, b"", self.queue._policy)
+            except LeaseLostError:
+                pass  # its group was dropped, or the file was closed in between: not ours any more
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def shut(self, immediate: bool) -> None:
+        self.is_shutdown = True
+        self.immediate = self.immediate or immediate
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.store.close()
+
+
+def shut_down() -> ShutDown:
+    return ShutDown("the queue was shut down; what it holds stays in the file")
+
+
+def limit_of(maxsize: float) -> int:
+    """`maxsize` as a number of items: the standard library takes 1.3 for "until there are 2"."""
+    return max(0, math.ceil(maxsize))

@@ -1,0 +1,387 @@
+"""Durable queues for asyncio: `AsyncQueue`, and stand-ins for `asyncio.Queue` and its kin.
+
+An existing program changes one line and says where the file is:
+
+    from weclaw_embedded import aio as asyncio_queues     # was: import asyncio
+    queue = asyncio_queues.Queue(path="tasks.wq")         # was: asyncio.Queue()
+
+What was put is still there after a kill -9, and an item that was got but not yet `task_done()`
+comes back. The items are those of `weclaw.Queue("tasks.wq")`, so the command line and other
+processes see them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from . import _dropin
+from ._async import write_now
+from ._async_queue import AsyncQueue
+from ._delivery import Encoded, Lease, NoRoom, Taken
+from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
+from ._engine import BATCH, SYNC, Engine, Job, Session
+from ._io import PENDING, Call, Op, PutCall, TakeCall, closed_error, io_of
+from ._wake import Waiter
+from .errors import Empty, Full, ShutDown
+
+__all__ = [
+    "AsyncQueue",
+    "LifoQueue",
+    "PriorityQueue",
+    "Queue",
+    "QueueEmpty",
+    "QueueFull",
+    "QueueShutDown",
+]
+
+QueueEmpty = Empty
+QueueFull = Full
+QueueShutDown = ShutDown
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+
+    class _Generic(Generic[T]):
+        pass
+
+else:
+
+    class _Generic:
+        __class_getitem__ = classmethod(GenericAlias)
+
+
+class Queue(_Generic[T]):
+    """`asyncio.Queue`, kept in a file. Its methods mean what they mean there, in Python 3.13.
+
+    `await put()` is durable on return. `put_nowait()` returns when the item is written, so that
+    it survives kill -9, and it is synced right after. An item that was got is held until
+    `task_done()` settles it or the process dies; then it is there again. `task_done()` settles the
+    oldest item that the calling task got; else the one that its context inherited (child tasks,
+    `asyncio.to_thread`); else it only counts, and when as many calls have come as items are out,
+    all of them are settled. What is found at opening counts as unfinished, as does what other
+    processes put. After `shutdown(immediate=True)` the items stay on disk for the next open.
+
+    Unlike `asyncio.Queue` it may be used from several loops and threads. Items are what `codec`
+    takes (by default what MessagePack can give back equal). One that can't be decoded goes to the
+    dead letters. `close()` is not needed, but gives the file back at once.
+
+    Args:
+        maxsize: How many items may wait before `put` does; 0 or less: any number.
+        path: The file.
+        **options: Those of `weclaw_embedded.Queue`, without `visibility_timeout`.
+    """
+
+    _kind = FIFO
+
+    def __init__(self, maxsize: float = 0, *, path: str | os.PathLike[str], **options: Any) -> None:
+        self._core = Core(self._kind, maxsize, path, options)
+        self._getters: set[Call] = set()
+        self._putters: dict[Call, list[bool]] = {}
+        self._joiners: set[Call] = set()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {id(self):#x} {self._describe()}>"
+
+    def __str__(self) -> str:
+        return f"<{type(self).__name__} {self._describe()}>"
+
+    def _describe(self) -> str:
+        core = self._core
+        told = f"maxsize={core.maxsize!r} path={core.store.path!r}"
+        return f"{told} shutdown" if core.is_shutdown else told
+
+    # -- looking -------------------------------------------------------------------------------
+
+    @property
+    def maxsize(self) -> float:
+        """How many items may wait."""
+        return self._core.maxsize
+
+    @property
+    def unfinished_tasks(self) -> int:
+        """How many items were put and not yet settled by `task_done`."""
+        return self._core.engine.execute(self._core.unfinished)
+
+    def qsize(self) -> int:
+        """How many items wait."""
+        return self._core.engine.execute(self._core.waiting)
+
+    def empty(self) -> bool:
+        """True when none waits."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """True when `maxsize` items wait; never without one."""
+        limit = self._core.limit
+        return 0 < limit <= self.qsize()
+
+    # -- put -------------------------------------------------------------------------------------
+
+    async def put(self, item: T) -> None:
+        """Put an item, waiting for room; it is durable on return. Cancelled while it waited for
+        room, nothing was put; later, it may have been.
+
+        Raises `QueueShutDown`, `SerializationError` and the errors of `weclaw_embedded.Queue.put`.
+        """
+        core = self._core
+        if core.is_shutdown:
+            raise _dropin.shut_down()
+        message = core.encode(item)
+        loop = asyncio.get_running_loop()
+        if core.limit == 0 and core.order is None:
+            await io_of(core.engine).wait(PutCall(loop, core.queue, [message], None, 0))
+            return
+        state: list[bool] = []
+        call = Op(loop, self._put, message, item, state, until_s=None, room=core, queue=core.queue)
+        self._putters[call] = state
+        try:
+            await io_of(core.engine).wait(call)
+        finally:
+            self._putters.pop(call, None)
+
+    def _put(
+        self,
+        session: Session,
+        waiter: Waiter | None,
+        message: Encoded,
+        item: T,
+        state: list[bool],
+    ) -> str:
+        core = self._core
+        id = core.put(session, waiter, message, item, core.queue._policy, core.limit)
+        state.append(True)
+        return id
+
+    def put_nowait(self, item: T) -> None:
+        """Put an item without waiting: it is written on return and synced right after.
+
+        Raises `QueueFull`, `QueueShutDown`.
+        """
+        core = self._core
+        if core.is_shutdown:
+            raise _dropin.shut_down()
+        engine = core.engine
+        # Promised to be written, not synced: so whoever gets need not wait for the sync.
+        policy = min(BATCH, core.queue._policy)
+        job = Job(core.put, None, core.encode(item), item, policy, core.limit)
+        tail = engine.execute_many([job])
+        if isinstance(job.error, NoRoom):
+            raise Full(str(job.error))
+        if job.error is not None:
+            raise job.error
+        if core.queue._policy >= SYNC:
+            io_of(engine).sync_soon(tail)
+        elif core.queue._policy == BATCH:
+            options = core.store._options
+            engine.flush_later(options.flush_interval_ms, options.flush_messages, 1)
+
+    # -- get -------------------------------------------------------------------------------------
+
+    def get(self) -> Coroutine[Any, Any, T]:
+        """Take the next item, waiting for one. Cancelled, nothing is lost.
+
+        Raises `QueueShutDown` when the queue was shut down and is empty, or at once.
+        """
+        # Not a coroutine function: whoever calls is whose item it will be, also where something
+        # like `wait_for` runs the coroutine in a task of its own.
+        return self._get(self._core.asked(), _calling_task())
+
+    async def _get(self, item: Item, owner: asyncio.Task[Any] | None) -> T:
+        core = self._core
+        try:
+            if core.immediate:
+                raise _dropin.shut_down()
+            call = TakeCall(asyncio.get_running_loop(), self, 1, None, None, self._nothing)
+            self._getters.add(call)
+            try:
+                [(lease, body)] = await io_of(core.engine).wait(call)
+            finally:
+                self._getters.discard(call)
+        except BaseException:
+            item.settled = True  # there is none
+            raise
+        core.got(item, lease, owner or _calling_task())
+        found: T = body
+        return found
+
+    def get_nowait(self) -> T:
+        """Take the next item if there is one. Raises `QueueEmpty`, `QueueShutDown`."""
+        core = self._core
+        engine = core.engine
+        while True:
+            job = Job(self._look_now)
+            engine.execute_many([job])
+            if job.error is not None:
+                raise job.error
+            taken, waiting = job.result
+            if taken.dead:
+                core.tell_dead(taken.dead)
+            if taken.leases:
+                made = core.made(engine, taken.leases)
+                if not made:
+                    continue
+                lease, body = made[0][1]
+                core.got(core.asked(), lease, _calling_task())
+                found: T = body
+                return found
+            # A put that is not synced yet may be before what was put without waiting.
+            if waiting and engine.settle_promises():
+                continue
+            raise _dropin.shut_down() if core.is_shutdown else self._nothing()
+
+    def _look_now(self, session: Session) -> tuple[Taken, int]:
+        taken = self._core.look(session, 1, None, None)
+        return taken, 0 if taken.leases else self._core.waiting(session)
+
+    def _nothing(self) -> Empty:
+        return Empty(f"nothing waits in {self._core.store.path}")
+
+    # What `_io` asks of whoever takes.
+
+    def ended(self) -> BaseException | None:
+        """For the I/O thread."""
+        core = self._core
+        if core.is_shutdown:
+            return _dropin.shut_down()
+        return closed_error(core.store.path) if core.closed else None
+
+    def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
+        """For the I/O thread."""
+        return self._core.look(session, n, visibility_s, waiter)
+
+    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
+        """For the I/O thread."""
+        return self._core.made(engine, leases)
+
+    def tell_dead(self, offsets: list[int]) -> None:
+        """For the I/O thread."""
+        self._core.tell_dead(offsets)
+
+    # -- done ------------------------------------------------------------------------------------
+
+    def task_done(self) -> None:
+        """An item that was got is done with: it never comes back. See the class for which one.
+
+        Raises `ValueError` when called more often than there were items.
+        """
+        core = self._core
+        leases = core.done(_calling_task())
+        left, _ = write_now(core.engine, core.queue, self._done, leases)
+        if left == 0:
+            self._finish_joins()
+
+    def _done(self, session: Session, leases: list[Lease] | None) -> int:
+        core = self._core
+        if leases is None:
+            if core.unfinished(session) <= 0:
+                raise ValueError("task_done() called too many times")
+            leases = core.count()
+        core.settle(session, leases)
+        return core.unfinished(session) if self._joiners else -1
+
+    async def join(self) -> None:
+        """Wait until nothing is unfinished."""
+        core = self._core
+        if core.engine.execute(core.unfinished) == 0:
+            return
+        call = Op(asyncio.get_running_loop(), self._join, until_s=None, queue=core.queue)
+        self._joiners.add(call)
+        try:
+            await io_of(core.engine).wait(call)
+        finally:
+            self._joiners.discard(call)
+
+    def _join(self, session: Session, waiter: Waiter) -> Any:
+        return PENDING if self._core.unfinished(session, waiter) else None
+
+    def _finish_joins(self) -> None:
+        for call in list(self._joiners):
+            _answer_now(call, None)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def shutdown(self, immediate: bool = False) -> None:
+        """No more puts; gets raise `QueueShutDown` once the queue is empty, or at once if
+        `immediate`; then `join` waits only for what was got. Nothing is taken off the disk.
+        """
+        core = self._core
+        waiting, left, late = core.engine.execute(self._shut, immediate)
+        for call in late:
+            _answer_now(call, _dropin.shut_down())
+        if core.immediate or waiting == 0:
+            for call in list(self._getters):
+                _answer_now(call, _dropin.shut_down())
+        if left == 0:
+            self._finish_joins()
+        io_of(core.engine).look_again()
+
+    def _shut(self, session: Session, immediate: bool) -> tuple[int, int, list[Call]]:
+        core = self._core
+        core.shut(immediate)
+        # Under the lock, so that none of these is put any more.
+        late = [call for call, state in list(self._putters.items()) if not state]
+        return core.waiting(session), core.unfinished(session), late
+
+    def close(self) -> None:
+        """Give the file back now; items that were got and not settled are there for the next."""
+        self._core.close()
+
+
+class PriorityQueue(Queue[T]):
+    """`asyncio.PriorityQueue`, kept in a file: the lowest item first.
+
+    The order is kept by this process, in memory, from what the file holds: at the first `get`
+    all waiting items are read. Items of any kind that can be compared will do; those that can't
+    be compared with the others are refused at `put` with `TypeError`. Other processes that take
+    from the same file by `weclaw_embedded.Queue` get the oldest first.
+    """
+
+    _kind = PRIORITY
+
+
+class LifoQueue(Queue[T]):
+    """`asyncio.LifoQueue`, kept in a file: the newest item first. The order is kept by this
+    process, as for `PriorityQueue`.
+    """
+
+    _kind = LIFO
+
+
+def _calling_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+
+
+def _answer_now(call: Call, answer: BaseException | None) -> None:
+    """Answer a call that waits, if nobody has yet; at once where its loop is the running one."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    assert call.loop is not None
+    if call.loop is running:
+        _set(call, answer)
+        return
+    try:
+        call.loop.call_soon_threadsafe(_set, call, answer)
+    except RuntimeError:
+        pass  # its loop is closed: nobody waits
+
+
+def _set(call: Call, answer: BaseException | None) -> None:
+    future = call.future
+    assert future is not None
+    if future.done():
+        return
+    call.cancelled = True  # the I/O thread need not go on with it
+    if answer is None:
+        future.set_result(None)
+    else:
+        future.set_exception(answer)

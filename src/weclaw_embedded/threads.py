@@ -1,0 +1,269 @@
+"""Durable stand-ins for `queue.Queue` and its kin: change one import line, say where the file is.
+
+    from weclaw_embedded import threads as queue     # was: import queue
+    q = queue.Queue(path="tasks.wq")                 # was: queue.Queue()
+
+What was put is still there after a kill -9, and an item that was got but not yet `task_done()`
+comes back. The items are those of `weclaw.Queue("tasks.wq")`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from . import _dropin, errors
+from ._delivery import Lease, NoRoom, Taken, new_waiter
+from ._dropin import FIFO, LIFO, PRIORITY, Core
+from ._engine import BATCH, Session
+from ._shared import READY, SETTLED
+from ._wake import Waiter
+from .errors import ClosedError
+from .queue import _deadline
+
+__all__ = ["Empty", "Full", "LifoQueue", "PriorityQueue", "Queue", "ShutDown"]
+
+Empty = errors.Empty
+Full = errors.Full
+ShutDown = errors.ShutDown
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+
+    class _Generic(Generic[T]):
+        pass
+
+else:
+
+    class _Generic:
+        __class_getitem__ = classmethod(GenericAlias)
+
+
+class Queue(_Generic[T]):
+    """`queue.Queue`, kept in a file. Its methods mean what they mean there, in Python 3.13.
+
+    `put` is durable on return. An item that was got is held until `task_done()` settles it or the
+    process dies; then it is there again. `task_done()` settles the oldest item that the calling
+    thread got; else the one that its context inherited; else it only counts, and when as many
+    calls have come as items are out, all of them are settled. What is found at opening counts as
+    unfinished, as does what other processes put. After `shutdown(immediate=True)` the items stay
+    on disk for the next open.
+
+    Items are what `codec` takes (by default what MessagePack can give back equal). One that can't
+    be decoded goes to the dead letters. `close()` is not needed, but gives the file back at once.
+
+    Args:
+        maxsize: How many items may wait before `put` does; 0 or less: any number.
+        path: The file.
+        **options: Those of `weclaw_embedded.Queue`, without `visibility_timeout`.
+    """
+
+    _kind = FIFO
+
+    def __init__(self, maxsize: float = 0, *, path: str | os.PathLike[str], **options: Any) -> None:
+        self._core = Core(self._kind, maxsize, path, options)
+        self._joiners: set[Waiter] = set()
+
+    def __repr__(self) -> str:
+        core = self._core
+        return f"<{type(self).__name__} maxsize={core.maxsize!r} path={core.store.path!r}>"
+
+    # -- looking -------------------------------------------------------------------------------
+
+    @property
+    def maxsize(self) -> float:
+        """How many items may wait; may be changed."""
+        return self._core.maxsize
+
+    @maxsize.setter
+    def maxsize(self, value: float) -> None:
+        _dropin.limit_of(value)
+        self._core.maxsize = value
+
+    @property
+    def is_shutdown(self) -> bool:
+        """Whether `shutdown` was called."""
+        return self._core.is_shutdown
+
+    @property
+    def unfinished_tasks(self) -> int:
+        """How many items were put and not yet settled by `task_done`."""
+        return self._core.engine.execute(self._core.unfinished)
+
+    def qsize(self) -> int:
+        """How many items wait."""
+        return self._core.engine.execute(self._core.waiting)
+
+    def empty(self) -> bool:
+        """True when none waits."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """True when `maxsize` items wait; never without one."""
+        limit = self._core.limit
+        return 0 < limit <= self.qsize()
+
+    # -- put -------------------------------------------------------------------------------------
+
+    def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:
+        """Put an item, waiting for room up to `timeout` seconds if `block`; durable on return.
+
+        Raises `Full`, `ShutDown`, `SerializationError` and the errors of
+        `weclaw_embedded.Queue.put`.
+        """
+        core = self._core
+        until_s = _deadline(bool(block), timeout)
+        if core.is_shutdown:
+            raise _dropin.shut_down()
+        message = core.encode(item)
+        policy = core.queue._policy
+        while True:
+            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
+            try:
+                core.engine.execute(core.put, waiter, message, item, policy, core.limit)
+            except NoRoom as error:
+                if waiter is None or (until_s is not None and time.monotonic() >= until_s):
+                    raise Full(str(error)) from None
+                self._sleep(waiter, until_s)
+                continue
+            if policy == BATCH:
+                options = core.store._options
+                core.engine.flush_later(options.flush_interval_ms, options.flush_messages, 1)
+            return
+
+    def put_nowait(self, item: T) -> None:
+        """`put` that raises `Full` instead of waiting for room."""
+        self.put(item, block=False)
+
+    def _sleep(self, waiter: Waiter, until_s: float | None) -> None:
+        core = self._core
+        engine = core.engine
+        try:
+            engine.wait(waiter, until_s)
+        finally:
+            engine.waker.discard(waiter)
+        if core.closed:
+            raise ClosedError("the queue was closed while this call waited; nothing was changed")
+
+    # -- get -------------------------------------------------------------------------------------
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        """Take the next item, waiting for one up to `timeout` seconds if `block`.
+
+        Raises `Empty`, `ShutDown`.
+        """
+        core = self._core
+        until_s = _deadline(bool(block), timeout)
+        while True:
+            engine = core.engine
+            waiter = None if until_s == 0.0 else new_waiter(READY)
+            taken: Taken = engine.execute(core.look, 1, None, waiter)
+            if taken.dead:
+                core.tell_dead(taken.dead)
+            if taken.leases:
+                made = core.made(engine, taken.leases)
+                if not made:
+                    continue
+                lease, body = made[0][1]
+                core.got(core.asked(), lease, threading.current_thread())
+                found: T = body
+                return found
+            if waiter is None or core.is_shutdown:
+                if waiter is not None:
+                    engine.waker.discard(waiter)
+                if engine.execute(core.waiting) and engine.settle_promises():
+                    continue  # it only waited for a sync
+                raise _dropin.shut_down() if core.is_shutdown else self._nothing()
+            if until_s is not None and time.monotonic() >= until_s:
+                engine.waker.discard(waiter)
+                raise self._nothing()
+            self._sleep(waiter, core.queue._wake_at(engine, taken, until_s))
+
+    def get_nowait(self) -> T:
+        """`get` that raises `Empty` instead of waiting."""
+        return self.get(block=False)
+
+    def _nothing(self) -> errors.Empty:
+        return Empty(f"nothing waits in {self._core.store.path}")
+
+    # -- done ------------------------------------------------------------------------------------
+
+    def task_done(self) -> None:
+        """An item that was got is done with: it never comes back. See the class for which one.
+
+        Raises `ValueError` when called more often than there were items.
+        """
+        core = self._core
+        leases = core.done(threading.current_thread())
+        if core.engine.execute(self._done, leases) == 0:
+            self._finish_joins()
+
+    def _done(self, session: Session, leases: list[Lease] | None) -> int:
+        core = self._core
+        if leases is None:
+            if core.unfinished(session) <= 0:
+                raise ValueError("task_done() called too many times")
+            leases = core.count()
+        core.settle(session, leases)
+        return core.unfinished(session) if self._joiners else -1
+
+    def join(self) -> None:
+        """Wait until nothing is unfinished."""
+        core = self._core
+        while True:
+            waiter = new_waiter(SETTLED)
+            self._joiners.add(waiter)
+            try:
+                if not core.engine.execute(core.unfinished, waiter):
+                    core.engine.waker.discard(waiter)
+                    return
+                self._sleep(waiter, None)
+            finally:
+                self._joiners.discard(waiter)
+
+    def _finish_joins(self) -> None:
+        for waiter in list(self._joiners):
+            waiter.wake()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def shutdown(self, immediate: bool = False) -> None:
+        """No more puts; gets raise `ShutDown` once the queue is empty, or at once if `immediate`;
+        then `join` waits only for what was got. Nothing is taken off the disk.
+        """
+        core = self._core
+
+        def shut(session: Session) -> None:
+            core.shut(immediate)
+
+        core.engine.execute(shut)
+        core.engine.waker.wake_all()
+        self._finish_joins()
+
+    def close(self) -> None:
+        """Give the file back now; items that were got and not settled are there for the next."""
+        self._core.close()
+
+
+class PriorityQueue(Queue[T]):
+    """`queue.PriorityQueue`, kept in a file: the lowest item first.
+
+    The order is kept by this process, in memory, from what the file holds: at the first `get`
+    all waiting items are read. Items of any kind that can be compared will do; those that can't
+    be compared with the others are refused at `put` with `TypeError`. Other processes that take
+    from the same file by `weclaw_embedded.Queue` get the oldest first.
+    """
+
+    _kind = PRIORITY
+
+
+class LifoQueue(Queue[T]):
+    """`queue.LifoQueue`, kept in a file: the newest item first. The order is kept by this
+    process, as for `PriorityQueue`.
+    """
+
+    _kind = LIFO
