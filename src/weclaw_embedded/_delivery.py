@@ -12,8 +12,10 @@ own retry policy, before anything is handed out.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 from . import _clock, _records
@@ -170,6 +172,10 @@ class NoRoom(Full):
     """Not now; the caller may wait for room."""
 
 
+class NoBytes(NoRoom):
+    """The file is as large as it may be; space of settled messages may be freed for it."""
+
+
 def put(
     session: Session,
     address: Address,
@@ -309,14 +315,29 @@ def _check_bytes(session: Session, records: list[_records.Record], limit: int) -
             f"{total} bytes can never fit a file of max_bytes={limit}; nothing was put; put less, "
             "or open the file with a larger limit"
         )
-    raise NoRoom(
+    raise NoBytes(
         f"the file would grow to {grown} bytes, more than max_bytes={limit}; nothing was put; "
         "settle some messages, or wait for room"
     )
 
 
 def _id_of(session: Session, offset: int) -> str:
-    return f"{offset:012x}{session.log.salt(offset) & 0xFFFFFFFF:08x}"
+    return own_id(offset, session.log.salt(offset))
+
+
+def own_id(offset: int, salt: int) -> str:
+    """The id we make: where the Put is, and a digest of its segment's salt, so that an offset
+    that a power cut took back is not answered for. The salt itself stays unknown to whoever
+    writes bodies: with it, bytes inside a body could pass for a frame.
+    """
+    return f"{offset:012x}{_digest(salt)}"
+
+
+@lru_cache(maxsize=4096)
+def _digest(salt: int) -> str:
+    return hashlib.blake2b(
+        salt.to_bytes(8, "little"), digest_size=4, person=b"weclaw id"
+    ).hexdigest()
 
 
 def check_size(messages: Sequence[Encoded], limit: int) -> None:

@@ -347,7 +347,8 @@ class Engine:
         if last != self._last_segment:
             # At once, so that space is used again as fast as it is used up.
             self._last_segment = last
-            self._upkeep()
+            self._upkeep(busy=True)
+            self._upkeep_soon()
         elif session.settled:
             self._upkeep_soon()
 
@@ -743,13 +744,14 @@ class Engine:
             self._upkeep_due = True
             self.timer.call_at(time.monotonic() + UPKEEP_S, self._upkeep)
 
-    def _upkeep(self) -> None:
+    def _upkeep(self, *, busy: bool = False) -> None:
         from ._reclaim import maintain
 
-        self._upkeep_due = False
+        if not busy:
+            self._upkeep_due = False
         # What it could not do now is done by the next call; a failure is in the shared page.
         with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
-            wait_s = None if self.closed else maintain(self)
+            wait_s = None if self.closed else maintain(self, busy=busy)
             if wait_s is not None and not self._upkeep_due:
                 self._upkeep_due = True
                 self.timer.call_at(time.monotonic() + wait_s, self._upkeep)
@@ -778,7 +780,12 @@ class Engine:
         held, self.held = self.held, {}
 
         def release(session: Session) -> None:
-            records = [(lease.release_record(),) for lease in held.values()]
+            # What ran out may be somebody else's by now: only the index knows.
+            records = [
+                (lease.release_record(),)
+                for lease in held.values()
+                if session.tx.is_leased_to(lease.gid, lease.offset, self.token)
+            ]
             if records:
                 session.append(records)
                 session.ready = ALL

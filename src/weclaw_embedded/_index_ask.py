@@ -286,6 +286,11 @@ class Ask(Change):
         """Return all leases of a group."""
         return self._rows_of(LEASED, gid)
 
+    def is_leased_to(self, gid: int, offset: int, owner: int) -> bool:
+        """Whether a message is leased, and to this owner."""
+        value = self._get(key_u64_u64(LEASED, gid, offset))
+        return value is not None and Row.unpack(value).owner == owner
+
     def others(self, gid: int) -> list[tuple[int, Row]]:
         """Return what a group has back, waiting and parked."""
         return self._rows_of(OTHER, gid)

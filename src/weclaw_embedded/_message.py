@@ -62,7 +62,7 @@ class Content:
         self.meta = put.meta
         self.enqueued_us = time_us + put.meta.get(META_SKEW_US, 0)
         given = put.meta.get(META_ID)
-        self.id: str = f"{offset:012x}{salt & 0xFFFFFFFF:08x}" if given is None else given
+        self.id: str = _delivery.own_id(offset, salt) if given is None else given
         self._data = put.body
 
     def body(self, codec: _codecs.AnyCodec) -> Any:

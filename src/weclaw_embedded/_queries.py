@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from . import _delivery, _records
-from ._delivery import Address, place
+from ._delivery import Address, own_id, place
 from ._engine import SYNC, Session
 from ._index import GroupState
 from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD
@@ -72,17 +72,17 @@ def find(session: Session, tid: int, id: str) -> int | None:
         return offset
     if len(id) != _OWN_ID_DIGITS or not _HEX.issuperset(id):
         return None
-    offset, salt = int(id[:12], 16), int(id[12:], 16)
+    offset = int(id[:12], 16)
     log = session.log
     if offset >= log.pending_tail:
         return None
     if offset < log.head_offset:
         carried = tx.location(offset)
-        if carried is None or carried.tid != tid or carried.salt & 0xFFFFFFFF != salt:
+        if carried is None or carried.tid != tid or own_id(offset, carried.salt) != id:
             return None
     else:
         try:
-            if log.salt(offset) & 0xFFFFFFFF != salt or not _is_put(
+            if own_id(offset, log.salt(offset)) != id or not _is_put(
                 session.engine.put_and_time(offset)[0], tid
             ):
                 return None

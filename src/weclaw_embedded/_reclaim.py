@@ -30,7 +30,7 @@ from .wal import HEAD, LAST
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
 _STEPS: Final = 8
-_KEPT_FREE: Final = 2  # slots that keep their space when they become free
+_FEW_GROUPS: Final = 100
 _CARRY_EXTRA_BYTES: Final = 200  # what a CARRY says besides the message
 
 
@@ -56,8 +56,10 @@ def step(session: Session, force: bool) -> float | None:
     if records is None:
         return None
     checkpoint = log.checkpoint()
-    if not checkpoint or checkpoint >> log.bits <= segment:
-        # In a frame of its own, which begins with it: that is how a rebuild finds it.
+    if not checkpoint or checkpoint >> log.bits <= segment or len(tx.groups()) <= _FEW_GROUPS:
+        # In a frame of its own, which begins with it: that is how a rebuild finds it. Needed only
+        # when the one before goes; written each time while it is small, because records about
+        # messages that are gone no longer count in a rebuild, and it states the counts.
         session.append([_records.pack_checkpoint(tx.checkpoint_state())], flags=CHECKPOINT_FRAME)
     if records:
         session.append(records)
@@ -114,22 +116,37 @@ def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record]
     ]
 
 
-def maintain(engine: Engine, *, force: bool = False) -> float | None:
+def maintain(engine: Engine, *, busy: bool = False) -> float | None:
     """Free what can be freed and give space back, a bounded amount. Returns the seconds after
     which another call is worth it; None when that is no matter of time.
     """
-    freed = 0
     wait_s: float | None = 0.0
+    freed = 0
     while freed < _STEPS and wait_s == 0.0:
-        wait_s = engine.execute(step, force)
+        wait_s = engine.execute(step, False)
         freed += wait_s == 0.0
     if freed:
-        # Before slots are used again, the records that freed them must be on stable storage.
-        engine.flush()
-    # The steps of `_segments`, with the sync between them outside the lock.
-    announced = engine.execute(lambda session: session.log.announce())
-    if freed:
-        engine.sync_file()
-        engine.execute(lambda session: session.log.settled(announced))
-    engine.execute(lambda session: session.log.trim(_KEPT_FREE))
+        _make_reusable(engine)
+    engine.execute(lambda session: session.log.trim(2 if busy else 1))
     return None if wait_s is None else max(wait_s, UPKEEP_S)
+
+
+def make_room(engine: Engine) -> bool:
+    """Free settled segments that only retention holds, for a put that found no room. False when
+    there was none to free.
+    """
+    freed = 0
+    while freed < _STEPS and engine.execute(step, True) == 0.0:
+        freed += 1
+    _make_reusable(engine)
+    return freed > 0
+
+
+def _make_reusable(engine: Engine) -> None:
+    """Take freed slots through the steps of `_segments`, with the syncs between them done here,
+    outside the lock.
+    """
+    engine.flush()
+    announced = engine.execute(lambda session: session.log.announce())
+    engine.sync_file()
+    engine.execute(lambda session: session.log.settled(announced))

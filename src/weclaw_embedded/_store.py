@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import _queries, _records, _registry
 from ._engine import POLICIES, SYNC, Engine, Session
 from ._format import DEFAULT_SEGMENT_BYTES
+from ._mend import backup, repair
 from ._options import (
     UNSET,
     StoreOptions,
@@ -196,6 +197,20 @@ class Store:
         Writes nothing; takes as long as reading the file.
         """
         return self._engine.verify()
+
+    def repair(self) -> list[tuple[int, str]]:
+        """Set aside what `verify` finds, so that it finds nothing any more; returns what it was.
+        The messages that stood there are gone; everything else is kept. Processes may go on
+        working meanwhile, but wait while it writes.
+        """
+        return repair(self._writable())
+
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        """Copy the file to `path` while it is in use: a queue of its own, as of this moment.
+
+        Raises StorageError if `path` exists, DiskFullError; then there is no file.
+        """
+        backup(self._writable(), os.path.abspath(os.fsdecode(path)))
 
     def close(self) -> None:
         """Close this handle and its queues. The last handle of the process hands leases back

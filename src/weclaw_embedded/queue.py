@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _codecs, _delivery, _queries, _values
-from ._delivery import Address, Encoded, Lease, NoRoom, Taken, new_waiter
+from ._delivery import Address, Encoded, Lease, NoBytes, NoRoom, Taken, new_waiter
 from ._engine import POLICIES, Engine, Session
 from ._message import Content, Message, Transaction, clip
 from ._options import (
@@ -32,6 +32,7 @@ from ._options import (
     queue_options,
 )
 from ._queries import Stats
+from ._reclaim import make_room
 from ._records import group_id, key_hash
 from ._shared import READY, SETTLED
 from ._wake import Waiter
@@ -40,6 +41,7 @@ from .errors import (
     ClosedError,
     CorruptError,
     DeadLetterError,
+    DiskFullError,
     Empty,
     Full,
     OffsetTrimmedError,
@@ -353,13 +355,22 @@ class Queue:
         options = self._store._options
         _delivery.check_size(messages, engine.option("max_message_bytes"))
         until_s = _deadline(block, timeout)
+        may_reclaim = True  # settled space is freed before anything is refused
         while True:
             waiter = None if until_s == 0.0 else new_waiter(SETTLED)
             try:
                 ids = engine.execute(
                     _delivery.put, self._address, messages, self._policy, self.maxsize, waiter
                 )
+            except DiskFullError:
+                if not may_reclaim or not make_room(engine):
+                    raise
+                may_reclaim = False
+                continue
             except NoRoom as error:
+                if isinstance(error, NoBytes) and may_reclaim and make_room(engine):
+                    may_reclaim = False
+                    continue
                 if waiter is None or (until_s is not None and time.monotonic() >= until_s):
                     raise Full(str(error)) from None
                 self._sleep(engine, waiter, until_s)

@@ -1,0 +1,168 @@
+"""Copies and repairs of one open file: `Store.backup` and `Store.repair`.
+
+Role: both work on the log as bytes, beside the processes that use it. A backup is the log's kept
+segments as they are, under an identity of its own; a repair replaces what cannot be read by a
+frame that says nothing, after the messages it held were set aside.
+
+It must not know how messages are delivered.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Final
+
+from . import _clock, _delivery, _files
+from ._engine import Engine, Session
+from ._format import (
+    ENVELOPE,
+    ENVELOPE_BYTES,
+    HEAD_RECORD_AT,
+    HEADER_BYTES,
+    PART,
+    PART_BYTES,
+    SLOT_BYTES,
+    WHOLE,
+    FileHeader,
+    pack_head,
+    pack_header,
+    pack_slot,
+    part_checksum,
+)
+from ._records import SKIPPABLE
+from .errors import StorageError
+from .wal import HEAD, LAST, TAIL, Log
+
+_SMALLEST_BLANK: Final = PART_BYTES + ENVELOPE_BYTES + 1
+
+
+# -- backup --------------------------------------------------------------------------------------
+
+
+def backup(engine: Engine, path: str) -> None:
+    """Copy the log as it is at this moment to a new file, which appears whole."""
+    if os.path.lexists(path):
+        raise StorageError(f"{path} exists already; nothing was written; choose another name")
+    engine.flush()
+
+    def pin(session: Session) -> tuple[list[int], int]:
+        words = session.log.state.words
+        session.page.pin(engine.slot, words[HEAD])
+        return session.log.segments(), words[TAIL]
+
+    segments, tail = engine.execute(pin)
+    try:
+        try:
+            _files.create_whole(path, lambda fd: _write_copy(engine.log, fd, segments, tail))
+        except FileExistsError:
+            raise StorageError(
+                f"{path} came to be meanwhile; it was left alone; choose another name"
+            ) from None
+    finally:
+        engine.execute(lambda session: session.page.pin(engine.slot, None))
+
+
+def _write_copy(log: Log, fd: int, segments: list[int], tail: int) -> None:
+    store_id = secrets.token_bytes(16)
+    old = log.header
+    header = FileHeader(old.segment_bytes, store_id, 1, 1, _clock.wall_us())
+    block = bytearray(pack_header(header).ljust(HEADER_BYTES, b"\0"))
+    record = pack_head(segments[0], store_id)
+    block[HEAD_RECORD_AT : HEAD_RECORD_AT + len(record)] = record
+    size = log.segment_bytes
+    for place, segment in enumerate(segments):
+        at = HEADER_BYTES + place * size
+        slot = log.read_slot(log.slot_of(segment))
+        if slot is None:
+            continue  # damaged: the copy lacks what the file lacks
+        data = bytearray(_files.read_at(log.fd, size, log.slot_position(log.slot_of(segment))))
+        data = data.ljust(size, b"\0")
+        beyond = max(SLOT_BYTES, min(size, tail - (segment << log.bits)))
+        data[beyond:] = bytes(size - beyond)
+        packed = pack_slot(slot, store_id)
+        data[:SLOT_BYTES] = packed
+        data[size - SLOT_BYTES :] = packed
+        _files.write_at(fd, [data], at)
+    _files.zero_fill(fd, HEADER_BYTES + len(segments) * size, size)
+    # Last, so that what is half written is not taken for a queue.
+    _files.write_at(fd, [bytes(block)], 0)
+
+
+# -- repair --------------------------------------------------------------------------------------
+
+
+def repair(engine: Engine) -> list[tuple[int, str]]:
+    """Set aside what cannot be read, so that `verify` is quiet; (offset, reason) of each place."""
+    found = engine.verify()
+    if not found:
+        return []
+
+    def mend(session: Session) -> None:
+        log = session.log
+        for start, end, reason in _unreadable(log):
+            for offset in session.tx.live_in(start, end):
+                if offset < end and offset >= start:
+                    _delivery.set_aside(session, offset, reason)
+            _blank(log, start, end)
+        _write_headers(log)
+
+    engine.execute(mend)
+    engine.sync_file()
+    left = dict(engine.log.verify())
+
+    def forget(session: Session) -> None:
+        known = [offset for offset, _ in session.tx.damage() if offset not in left]
+        session.tx.forget_damage(known)
+
+    engine.execute(forget)
+    return found
+
+
+def _unreadable(log: Log) -> list[tuple[int, int, str]]:
+    """(start, end, reason) of what lies between good frames and is none."""
+    bad: list[tuple[int, str]] = []
+    found: list[tuple[int, int, str]] = []
+    words = log.state.words
+
+    def close(next_good: int) -> None:
+        for place, (offset, reason) in enumerate(bad):
+            segment = offset >> log.bits
+            end = log.frames_end(segment) or log.limit(segment)
+            if segment == words[LAST]:
+                end = min(end, words[TAIL])
+            follow = bad[place + 1][0] if place + 1 < len(bad) else next_good
+            found.append((offset, min(end, max(follow, offset)), reason))
+        bad.clear()
+
+    for frame in log.frames(
+        log.head_offset, words[TAIL], on_damage=lambda offset, reason: bad.append((offset, reason))
+    ):
+        close(frame[0])
+    close(words[TAIL])
+    return [one for one in found if one[1] - one[0] >= _SMALLEST_BLANK]
+
+
+def _blank(log: Log, start: int, end: int) -> None:
+    """Put a frame that says nothing over [start, end) of one segment."""
+    shift, salt = log.place(start >> log.bits)
+    n = end - start - PART_BYTES
+    length = n - ENVELOPE_BYTES
+    body = ENVELOPE.pack(length, PART_BYTES) + bytes((SKIPPABLE,)) + bytes(length - 1)
+    # Commit point 0: it vouches for nothing.
+    after_crc = PART.pack(0, n, WHOLE, 0)[4:] + body
+    crc = part_checksum(after_crc, salt, start)
+    _files.write_at(log.fd, [crc.to_bytes(4, "little") + after_crc], start + shift)
+
+
+def _write_headers(log: Log) -> None:
+    """Write both copies of the file's header and of each slot's again, from the good one."""
+    log.write_header()
+    for segment in log.segments():
+        slot = log.slot_of(segment)
+        header = log.read_slot(slot)
+        if header is not None:
+            packed = pack_slot(header, log.header.store_id)
+            position = log.slot_position(slot)
+            _files.write_at(log.fd, [packed], position)
+            _files.write_at(log.fd, [packed], position + log.segment_bytes - SLOT_BYTES)
