@@ -97,6 +97,7 @@ class Call:
         "over",
         "result",
         "until_s",
+        "unwanted",
         "watched",
     )
 
@@ -107,6 +108,8 @@ class Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self.leases: list[Lease] | None = None
+        # Called with the result of what was done, when the task was cancelled meanwhile.
+        self.unwanted: Callable[[Any], None] | None = None
         self.cancelled = False
         self.over = False  # answered, or given up in the I/O thread
         self.alone = False  # not to be made one with its neighbours
@@ -317,9 +320,12 @@ class Io:
         self._give_back(call)
 
     def _give_back(self, call: Call) -> None:
-        leases = call.leases
-        if leases and call.claim():
-            self.undo(leases)
+        if not call.over or call.error is not None:
+            return
+        if call.leases and call.claim():
+            self.undo(call.leases)
+        elif call.unwanted is not None and call.claim():
+            call.unwanted(call.result)
 
     def undo(self, leases: Sequence[Lease]) -> None:
         """Deliveries that nobody ever saw are none."""
@@ -617,7 +623,6 @@ class Io:
                 if not call.over:
                     self._park(call)
                 return
-            call.over = True
             if error is not None:
                 call.error = error
             elif call.finish is not None:
@@ -627,6 +632,8 @@ class Io:
                     call.error = failed
             else:
                 call.result = result
+            call.over = True
+            self._if_cancelled(call)
         else:
             at = 0
             for call in calls:
@@ -635,6 +642,7 @@ class Io:
                 call.result = result[at : at + n]
                 call.over = True
                 at += n
+                self._if_cancelled(call)
         first = calls[0]
         if error is None and isinstance(first, PutCall) and first.queue._policy == BATCH:
             turn.puts[first.queue] = turn.puts.get(first.queue, 0) + len(result)
@@ -701,12 +709,16 @@ class Io:
             mine = made[at : at + call.n]
             at += len(mine)
             calls.popleft()
-            call.over = True
             call.result = [what for _, what in mine]
             call.leases = [lease for lease, _ in mine]
+            call.over = True
             self._hand_over(turn, call)
         if at < len(made):
             self.undo([lease for lease, _ in made[at:]])
+
+    def _if_cancelled(self, call: Call) -> None:
+        if call.cancelled:
+            self._give_back(call)
 
     def _hand_over(self, turn: _Turn, call: TakeCall) -> None:
         if call.cancelled:

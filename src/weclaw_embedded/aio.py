@@ -13,20 +13,21 @@ processes see them too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Coroutine
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from . import _dropin
+from . import _dropin, _queries
 from ._async import write_now
 from ._async_queue import AsyncQueue
 from ._delivery import Encoded, Lease, NoRoom, Taken
 from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
-from ._engine import BATCH, SYNC, Engine, Job, Session
+from ._engine import BATCH, OS, SYNC, Engine, Job, Session
 from ._io import PENDING, Call, Op, PutCall, TakeCall, closed_error, io_of
 from ._wake import Waiter
-from .errors import Empty, Full, ShutDown
+from .errors import ClosedError, Empty, Full, ShutDown
 
 __all__ = [
     "AsyncQueue",
@@ -123,8 +124,8 @@ class Queue(_Generic[T]):
     # -- put -------------------------------------------------------------------------------------
 
     async def put(self, item: T) -> None:
-        """Put an item, waiting for room; it is durable on return. Cancelled while it waited for
-        room, nothing was put; later, it may have been.
+        """Put an item, waiting for room; it is durable on return. Cancelled, nothing was put,
+        unless somebody has got it already.
 
         Raises `QueueShutDown`, `SerializationError` and the errors of `weclaw_embedded.Queue.put`.
         """
@@ -134,10 +135,13 @@ class Queue(_Generic[T]):
         message = core.encode(item)
         loop = asyncio.get_running_loop()
         if core.limit == 0 and core.order is None:
-            await io_of(core.engine).wait(PutCall(loop, core.queue, [message], None, 0))
+            plain = PutCall(loop, core.queue, [message], None, 0)
+            plain.unwanted = self._take_back
+            await io_of(core.engine).wait(plain)
             return
         state: list[bool] = []
         call = Op(loop, self._put, message, item, state, until_s=None, room=core, queue=core.queue)
+        call.unwanted = self._take_back
         self._putters[call] = state
         try:
             await io_of(core.engine).wait(call)
@@ -151,11 +155,22 @@ class Queue(_Generic[T]):
         message: Encoded,
         item: T,
         state: list[bool],
-    ) -> str:
+    ) -> list[str]:
         core = self._core
         id = core.put(session, waiter, message, item, core.queue._policy, core.limit)
         state.append(True)
-        return id
+        return [id]
+
+    def _take_back(self, ids: list[str]) -> None:
+        """The task was cancelled while its item was written: out with it, if nobody has it."""
+        queue = self._core.queue
+
+        def cancel(session: Session, waiter: Waiter | None) -> None:
+            for id in ids:
+                _queries.cancel(session, queue._address, id, OS)
+
+        with contextlib.suppress(ClosedError):
+            io_of(self._core.engine).submit(Op(None, cancel))
 
     def put_nowait(self, item: T) -> None:
         """Put an item without waiting: it is written on return and synced right after.

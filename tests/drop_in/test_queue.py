@@ -9,8 +9,8 @@ import queue
 import types
 
 import pytest
-
 from tests.drop_in.substitute import Namespace, cases, load, without_path
+
 from weclaw_embedded import threads
 
 NO_SIMPLE_QUEUE = "SimpleQueue is not among what we stand in for"
