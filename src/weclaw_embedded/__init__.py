@@ -10,11 +10,14 @@
 >>> q.close()
 """
 
+from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
+from ._async_queue import AsyncQueue
 from ._message import Message, Transaction
 from ._options import RetryPolicy
 from ._queries import GroupInfo, Stats
 from ._store import Store, open  # noqa: A004  the name is fixed: weclaw.open
 from ._version import __version__
+from .client import Consumer, Producer
 from .dlq import DeadLetter, DeadLetterQueue, Failure
 from .errors import (
     ClosedError,
@@ -39,13 +42,20 @@ from .errors import (
     WeclawError,
 )
 from .queue import Put, Queue
+from .worker import Discard, RetryLater, Worker
 
 __all__ = [
+    "AsyncDeadLetterQueue",
+    "AsyncMessage",
+    "AsyncQueue",
+    "AsyncTransaction",
     "ClosedError",
+    "Consumer",
     "CorruptError",
     "DeadLetter",
     "DeadLetterError",
     "DeadLetterQueue",
+    "Discard",
     "DiskFullError",
     "Empty",
     "Failure",
@@ -59,9 +69,11 @@ __all__ = [
     "MessageTooLargeError",
     "NotAQueueError",
     "OffsetTrimmedError",
+    "Producer",
     "Put",
     "Queue",
     "ReplicaUnavailableError",
+    "RetryLater",
     "RetryPolicy",
     "SendFailedError",
     "SerializationError",
@@ -72,6 +84,7 @@ __all__ = [
     "StoreFailedError",
     "Transaction",
     "WeclawError",
+    "Worker",
     "__version__",
     "open",
 ]

@@ -453,7 +453,7 @@ def _lease(
         ]
     )
     for lease in leases:
-        engine.held[lease.gid, lease.offset] = lease
+        engine.hold(lease)
 
 
 def place(session: Session, offset: int) -> tuple[int, int]:
@@ -502,7 +502,7 @@ def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[in
     lapsed = tx.lapsed(group, now_ns)
     if lapsed:
         for offset, _ in lapsed:
-            session.engine.held.pop((group.gid, offset), None)
+            session.engine.let_go((group.gid, offset))
         _return_all(
             session,
             group,
@@ -625,7 +625,7 @@ def hold(session: Session, lease: Lease) -> None:
 
 def let_go(session: Session, lease: Lease) -> None:
     lease.over = True
-    session.engine.held.pop((lease.gid, lease.offset), None)
+    session.engine.let_go((lease.gid, lease.offset))
     mask = mask_of(lease.tid)
     session.settled |= mask
     if lease.keyed or lease.crash:
@@ -785,7 +785,7 @@ def set_aside(session: Session, offset: int, reason: str) -> None:
     """A message whose bytes are damaged: out of every group, told of in `verify` and `stats`."""
     session.append([_records.pack_damaged([(offset, clipped(reason))])])
     for key in [key for key in session.engine.held if key[1] == offset]:
-        session.engine.held.pop(key).over = True
+        session.engine.let_go(key).over = True
     session.settled = ALL
 
 

@@ -78,9 +78,7 @@ def load(name: str, replaced: Mapping[str, types.ModuleType]) -> types.ModuleTyp
     return module
 
 
-def cases(
-    module: types.ModuleType, excluded: Mapping[str, str], marks: Mapping[str, Any]
-) -> dict[str, Any]:
+def cases(module: types.ModuleType, excluded: Mapping[str, str]) -> dict[str, Any]:
     """The test cases of a module. `excluded`: "Class", "Class.test" or ".test" -> the reason."""
     found: dict[str, Any] = {}
     for name, cls in list(vars(module).items()):
@@ -96,22 +94,9 @@ def cases(
             for key in (f"{name}.{test}", f".{test}"):
                 if key in excluded:
                     setattr(cls, test, unittest.skip(excluded[key])(getattr(cls, test)))
-            if test in marks:
-                setattr(cls, test, marks[test](_own(cls, test)))
         found[name] = cls
     assert found, f"{module.__file__} holds no tests"
     return found
-
-
-def _own(cls: type, name: str) -> Any:
-    """A function of this class alone, so that a mark on it stays there."""
-    inherited = getattr(cls, name)
-
-    def test(self: Any) -> Any:
-        return inherited(self)
-
-    test.__name__ = name
-    return test
 
 
 def _skipped(reason: str) -> Any:

@@ -107,4 +107,4 @@ if hasattr(_module, "_QueueTestBase"):
         getattr(_asyncio, _name)._get_loop = lambda self: asyncio.get_running_loop()
     _module.test_utils = Namespace(_module.test_utils, {"run_briefly": _run_briefly})
 
-globals().update(cases(_module, EXCLUDED, {}))
+globals().update(cases(_module, EXCLUDED))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import types
 
-import pytest
 from tests.drop_in.substitute import Namespace, cases, load, without_path
 
 from weclaw_embedded import threads
@@ -27,12 +26,6 @@ EXCLUDED = {
     "CPriorityQueueTest": TWICE,
 }
 
-# 65 536 items by four threads, taken by six: they pass, in minutes.
-SLOW = {
-    "test_shutdown_all_methods_in_many_threads": pytest.mark.slow,
-    "test_shutdown_immediate_all_methods_in_many_threads": pytest.mark.slow,
-}
-
 _ours = Namespace(
     queue,
     {
@@ -49,4 +42,4 @@ _module: types.ModuleType = load("test.test_queue", {})
 for _name in ("PyQueueTest", "PyLifoQueueTest", "PyPriorityQueueTest"):
     getattr(_module, _name).queue = _ours
 
-globals().update(cases(_module, EXCLUDED, SLOW))
+globals().update(cases(_module, EXCLUDED))
