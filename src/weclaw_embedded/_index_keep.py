@@ -14,6 +14,7 @@ its PUT, so that what is kept tells all of the messages that are kept.  Three th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from ._index_change import Change
 from ._index_rows import (
@@ -287,6 +288,12 @@ class Keep(Change):
         """Return the offset of the ACK or CARRY that holds the result of a message."""
         value = self._get(key_u64_u64(RESULT, gid, offset))
         return U64.unpack(value)[0] if value is not None else None
+
+    def results(self, gid: int, after: int, limit: int) -> list[tuple[int, int]]:
+        """Return `limit` messages beyond `after` that have a result, each with `result_at`."""
+        prefix = RESULT + U64.pack(gid)
+        rows = self._scan(prefix, prefix + U64.pack(after + 1))
+        return [(U64.unpack(key[9:])[0], U64.unpack(at)[0]) for key, at in islice(rows, limit)]
 
     # What is live
 

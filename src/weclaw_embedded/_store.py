@@ -160,6 +160,10 @@ class Store:
         """Every group of every topic, sorted by topic and name."""
         return self._run(_queries.groups)
 
+    def _topics(self) -> list[str]:
+        """The name of every topic, those that no group has read too."""
+        return self._run(lambda session: sorted(topic.name for topic in session.tx.topics()))
+
     def drop_group(self, name: str, topic: str = "default") -> bool:
         """Forget a group with its position and dead letters; it no longer keeps anything from
         being freed. False if there is none. What its consumers hold is lost to them.
@@ -175,7 +179,7 @@ class Store:
             session.must_sync |= policy >= SYNC
             session.settled |= mask_of(group.tid)
             for key in [key for key in session.engine.held if key[0] == gid]:
-                session.engine.held.pop(key).over = True
+                session.engine.let_go(key).over = True
             return True
 
         return self._writable().execute(drop)

@@ -7,8 +7,8 @@ made in `_delivery` and `Message`; this module only reads it and undoes it.
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import json
 import os
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import _records
 from ._engine import SYNC
+from ._jsonable import dumps, jsonable
 from ._message import Content, to_datetime
 from ._options import check_count
 from ._queries import is_dead
@@ -131,28 +132,14 @@ class DeadLetter:
         return to_datetime(self._died_us)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as values that JSON can write; a body it can't write is given by its text."""
-        values = {name: _jsonable(getattr(self, name)) for name in _FIELDS if name != "body"}
+        """Everything as values that JSON can write: bytes as {"base64": …}, times in ISO 8601."""
+        values = {name: jsonable(getattr(self, name)) for name in _FIELDS if name != "body"}
         try:
-            values["body"] = _jsonable(self.body)
+            values["body"] = jsonable(self.body)
         except ValueError as error:
             values["body"] = None
             values["body_error"] = str(error)
         return values
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, Failure):
-        return {name: _jsonable(part) for name, part in value._asdict().items()}
-    if isinstance(value, dict):
-        return {k if isinstance(k, str) else str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    return value
 
 
 class DeadLetterQueue:
@@ -182,6 +169,17 @@ class DeadLetterQueue:
             if len(found) < 100:
                 return
             after = found[-1].offset
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """(offset, time of death in us) of every letter; together they name one death."""
+
+        def look(session: Session) -> list[tuple[int, int]]:
+            group = self._queue._swept(session)
+            if group is None:
+                return []
+            return [(row[0], row[3]) for row in session.tx.dead(group.gid)]
+
+        return self._queue._run(look)
 
     def peek(self, n: int = 1) -> list[DeadLetter]:
         """The first `n` letters; nothing is changed."""
@@ -322,27 +320,38 @@ class DeadLetterQueue:
 
         The file appears whole, under its name only when it is complete.
         """
-        if format not in ("jsonl", "csv"):
-            raise ValueError(
-                f"format must be 'jsonl' or 'csv', not {format!r}; nothing was written"
-            )
-        target = os.fspath(path)
-        temporary = f"{target}.part"
-        done = 0
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
+        return write_letters(self, path, format)
+
+
+def write_letters(
+    letters: Iterable[DeadLetter], path: str | os.PathLike[str], format: str = "jsonl"
+) -> int:
+    """What `DeadLetterQueue.export` does, for any choice of letters."""
+    if format not in ("jsonl", "csv"):
+        raise ValueError(f"format must be 'jsonl' or 'csv', not {format!r}; nothing was written")
+    target = os.fspath(path)
+    temporary = f"{target}.part"
+    done = 0
+    try:
+        # A lone surrogate, which pickle can bring, has an escape in JSON and none in UTF-8.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             write = _csv_writer(file) if format == "csv" else _jsonl_writer(file)
-            for letter in self:
+            for letter in letters:
                 write(letter.to_dict())
                 done += 1
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        return done
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return done
 
 
 def _jsonl_writer(file: IO[str]) -> Any:
     def write(values: dict[str, Any]) -> None:
-        file.write(json.dumps(values, ensure_ascii=False, default=str) + "\n")
+        file.write(dumps(values) + "\n")
 
     return write
 
@@ -353,7 +362,7 @@ def _csv_writer(file: IO[str]) -> Any:
 
     def write(values: dict[str, Any]) -> None:
         for name in ("headers", "failures", "body"):
-            values[name] = json.dumps(values[name], ensure_ascii=False, default=str)
+            values[name] = dumps(values[name])
         writer.writerow(values)
 
     return write

@@ -556,6 +556,28 @@ class Queue:
         packed = engine.result_bytes(ack_at, self._address.gid)
         return _values.unpack_value(packed) if packed else None
 
+    def _results(self, after: int, n: int) -> list[tuple[int, str, Any]]:
+        """(offset, id, result) of the next `n` messages beyond that offset whose result is kept."""
+
+        def look(session: Session) -> list[tuple[int, int, tuple[int, int]]]:
+            group = self._swept(session)
+            if group is None:
+                return []
+            places = []
+            for offset, at in session.tx.results(group.gid, after, n):
+                with contextlib.suppress(LookupError):  # the message is no longer kept
+                    places.append((offset, at, self._place(session, offset)))
+            return places
+
+        found = []
+        engine = self._engine
+        for offset, ack_at, place in self._run(look):
+            content = self._read(offset, *place)
+            if content is not None:
+                with contextlib.suppress(LookupError):  # no longer kept, since we looked
+                    found.append((offset, content.id, self._result_at(engine, ack_at)))
+        return found
+
     def status(self, id: str) -> str:
         """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""
         dead: list[int] = []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 import weclaw_embedded as weclaw
+from weclaw_embedded._jsonable import dumps, jsonable
 
 __all__ = [
     "Failure",
@@ -131,36 +129,9 @@ def queue_of(store: weclaw.Store, topic: str, group: str, **options: Any) -> wec
 # For programs.
 
 
-def jsonable(value: Any) -> Any:
-    """The nearest JSON has: bytes as {"base64": …}, times in ISO 8601, NaN as a string."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return {"base64": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: jsonable(item) for name, item in value._asdict().items()}
-    if isinstance(value, dict):
-        return {_json_key(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [jsonable(item) for item in value]
-    return repr(value)
-
-
-def _json_key(key: Any) -> str:
-    if isinstance(key, str):
-        return key
-    if isinstance(key, bytes):
-        return base64.b64encode(key).decode("ascii")
-    return json.dumps(jsonable(key))
-
-
 def print_json(value: Any, *, indent: int | None = 2) -> None:
     """One JSON document on standard output; indent=None for one line."""
-    text = json.dumps(jsonable(value), ensure_ascii=False, indent=indent)
+    text = dumps(value, indent=indent)
     # A lone surrogate can stand in a file's name; JSON has an escape for it, UTF-8 has not.
     data = text.encode("utf-8", "backslashreplace") + b"\n"
     sys.stdout.flush()
@@ -188,7 +159,7 @@ def excerpt(value: Any, width: int = 60) -> str:
     if isinstance(value, str):
         text = value[: width + 1]
     else:
-        text = json.dumps(jsonable(value), ensure_ascii=False)[: width + 1]
+        text = dumps(value)[: width + 1]
     text = plain(text)
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
