@@ -1,0 +1,334 @@
+"""The stand-ins for the queues of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tests.helpers.processes import Child
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import aio
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def _work(q, n):
+    got = []
+    for _ in range(n):
+        got.append(await q.get())
+        await asyncio.sleep(0)
+        q.task_done()
+    return got
+
+
+def test_a_program_of_asyncio_queue_needs_one_other_line(path):
+    """Producer and workers as in the documentation of asyncio."""
+
+    async def main():
+        q = aio.Queue(path=path)
+        workers = [asyncio.create_task(_work(q, 10)) for _ in range(3)]
+        for i in range(30):
+            q.put_nowait(i)
+        assert q.unfinished_tasks == 30
+        await q.join()
+        got = [item for worker in workers for item in await worker]
+        assert sorted(got) == list(range(30))
+        assert (q.unfinished_tasks, q.qsize()) == (0, 0)
+        q.close()
+
+    run(main())
+
+
+def drop_in_then_die(pipe, path):
+    import asyncio
+
+    from weclaw_embedded import aio
+
+    async def main():
+        q = aio.Queue(path=path)
+        for i in range(5):
+            await q.put(i)
+        q.put_nowait(5)
+        assert await q.get() == 0
+        q.task_done()
+        assert await q.get() == 1
+        pipe.send("now")
+        await asyncio.sleep(60)
+
+    asyncio.run(main())
+
+
+def test_items_survive_a_kill_and_only_those_done_are_gone(path):
+    """After kill -9 everything that was put and not `task_done` is there, in order."""
+    with Child(drop_in_then_die, path) as child:
+        assert child.hear() == "now"
+        child.kill()
+
+    async def main():
+        q = aio.Queue(path=path)
+        assert q.unfinished_tasks == 5
+        got = [await q.get() for _ in range(5)]
+        q.close()
+        return got
+
+    assert run(main()) == [1, 2, 3, 4, 5]
+
+
+def test_the_same_items_are_seen_through_a_queue(path):
+    """`weclaw.Queue(path)` puts and gets the items of the drop-in."""
+
+    async def main():
+        with weclaw.Queue(path) as plain:
+            q = aio.Queue(path=path)
+            await q.put("a")
+            plain.put("b")
+            assert plain.get().body == "a"
+            get = asyncio.create_task(q.get())
+            assert await get == "b"
+            get = asyncio.create_task(q.get())
+            await asyncio.sleep(0.02)
+            await asyncio.to_thread(plain.put, "c")
+            assert await get == "c"
+            q.close()
+
+    run(main())
+
+
+def test_task_done_settles_the_item_of_the_calling_task(path):
+    """Two workers hold an item each; the one that calls has its own settled, not the other's."""
+
+    async def main():
+        q = aio.Queue(path=path)
+        await q.put("slow")
+        await q.put("quick")
+        release = asyncio.Event()
+
+        async def slow():
+            assert await q.get() == "slow"
+            await release.wait()
+            q.task_done()
+
+        slow_worker = asyncio.create_task(slow())
+        await asyncio.sleep(0.05)
+        assert await q.get() == "quick"
+        q.task_done()
+        with weclaw.Queue(path) as plain:
+            assert (plain.stats().leased, plain.stats().settled) == (1, 1)
+        release.set()
+        await slow_worker
+        await q.join()
+        q.close()
+
+    run(main())
+
+
+def test_task_done_in_a_child_task_or_thread_settles_the_item_it_inherited(path):
+    """What was got outside and is done with inside is the item of the context."""
+
+    async def main():
+        q = aio.Queue(path=path)
+        for i in range(4):
+            await q.put(i)
+        other = asyncio.create_task(q.get())  # somebody else's
+        await other
+        await q.get()
+
+        async def child():
+            q.task_done()
+
+        await asyncio.create_task(child())
+        with weclaw.Queue(path) as plain:
+            assert plain.stats().settled == 1
+            await asyncio.wait_for(q.get(), 5)
+            await asyncio.to_thread(q.task_done)
+            assert plain.stats().settled == 2
+            item = await asyncio.create_task(q.get())
+            assert item == 3
+            q.task_done()
+            assert plain.stats().settled == 3
+        q.close()
+
+    run(main())
+
+
+def test_task_done_without_an_item_only_counts_until_all_are_done(path):
+    """Calls that belong to no item settle all when as many have come as items are out."""
+
+    async def main():
+        q = aio.Queue(path=path)
+        for i in range(3):
+            await q.put(i)
+        for _ in range(3):
+            await asyncio.create_task(_get_only(q))
+        with weclaw.Queue(path) as plain:
+            stranger = threading.Thread(target=q.task_done)
+            stranger.start()
+            stranger.join()
+            assert (plain.stats().settled, q.unfinished_tasks) == (0, 2)
+            for _ in range(2):
+                stranger = threading.Thread(target=q.task_done)
+                stranger.start()
+                stranger.join()
+            assert (plain.stats().settled, q.unfinished_tasks) == (3, 0)
+        await q.join()
+        with pytest.raises(ValueError, match="too many"):
+            q.task_done()
+        q.close()
+
+    async def _get_only(q):
+        return await q.get()
+
+    run(main())
+
+
+def test_shutdown_has_the_meaning_of_3_13_and_leaves_the_items(path):
+    """Gets go on until it is empty, puts raise; at once with `immediate`, and nothing is lost."""
+
+    async def main():
+        q = aio.Queue(maxsize=2, path=path)
+        await q.put(1)
+        await q.put(2)
+        put = asyncio.create_task(q.put(3))
+        await asyncio.sleep(0.05)
+        q.shutdown()
+        with pytest.raises(aio.QueueShutDown):
+            await put
+        with pytest.raises(aio.QueueShutDown):
+            q.put_nowait(3)
+        assert await q.get() == 1
+        join = asyncio.create_task(q.join())
+        await asyncio.sleep(0.02)
+        assert not join.done()
+        q.shutdown(immediate=True)
+        assert (q.qsize(), q.unfinished_tasks) == (0, 1)
+        with pytest.raises(aio.QueueShutDown):
+            await q.get()
+        with pytest.raises(aio.QueueShutDown):
+            q.get_nowait()
+        q.task_done()
+        await asyncio.wait_for(join, 5)
+        with pytest.raises(ValueError, match="too many"):
+            q.task_done()
+        q.close()
+        q = aio.Queue(path=path)
+        assert (q.unfinished_tasks, await q.get()) == (1, 2)
+        q.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("cls", "order"), [(aio.PriorityQueue, [1, 2, 3, 4]), (aio.LifoQueue, [4, 1, 2, 3])]
+)
+def test_other_orders_hold_over_restarts(path, cls, order):
+    """Priority and last-in-first-out orders are kept for what an earlier process has left."""
+
+    async def main():
+        q = cls(path=path)
+        for i in (3, 2, 1, 4):
+            await q.put((i, "x" * i))
+        q.close()
+        q = cls(path=path)
+        assert q.qsize() == 4
+        got = [(await q.get())[0] for _ in range(4)]
+        q.close()
+        return got
+
+    assert run(main()) == order
+
+
+def test_priorities_are_kept_while_others_put_and_take(path):
+    """The order follows what other handles put, take and give back."""
+
+    async def main():
+        with weclaw.Queue(path) as plain:
+            q = aio.PriorityQueue(path=path)
+            await q.put(5)
+            await q.put(3)
+            plain.put(4)
+            plain.put(1)
+            held = plain.get()
+            assert held.body == 5  # first in, first out for the others
+            assert await q.get() == 1
+            plain.put(2)
+            held.release()
+            assert [await q.get() for _ in range(4)] == [2, 3, 4, 5]
+            with pytest.raises(aio.QueueEmpty):
+                q.get_nowait()
+            q.close()
+
+    run(main())
+
+
+def test_an_item_that_compares_with_nothing_is_refused(path):
+    """`TypeError` at put; what other handles put out of kind stops nothing."""
+
+    async def main():
+        q = aio.PriorityQueue(path=path)
+        q.put_nowait(2)
+        q.put_nowait(1)
+        assert q.get_nowait() == 1
+        with pytest.raises(TypeError):
+            q.put_nowait("text")
+        with pytest.raises(TypeError):
+            await q.put({"a": 1})
+        with weclaw.Queue(path) as plain:
+            plain.put({"b": 1})
+            plain.put({"a": 1})
+        got = [str(await q.get()) for _ in range(3)]
+        assert sorted(got) == ["2", "{'a': 1}", "{'b': 1}"]
+        q.close()
+
+    run(main())
+
+
+def test_an_item_that_cannot_be_decoded_goes_to_the_dead_letters(path):
+    """It stops nobody, and is not lost."""
+
+    async def main():
+        with weclaw.Queue(path, codec="pickle") as plain:
+            plain.put({1, 2})
+        q = aio.Queue(path=path)
+        await q.put("fine")
+        assert await q.get() == "fine"
+        q.close()
+
+    run(main())
+    with weclaw.Queue(path) as plain:
+        assert [letter.reason.split(":")[0] for letter in plain.dlq] == ["SerializationError"]
+
+
+def test_options_that_make_no_sense_make_no_file(path):
+    """`visibility_timeout` is no option of a drop-in; bad ones raise before anything is made."""
+    with pytest.raises(TypeError):
+        aio.Queue(path=path, visibility_timeout=5)
+    with pytest.raises(TypeError):
+        aio.Queue(path=path, nonsense=5)
+    with pytest.raises(TypeError):
+        aio.Queue("many", path=path)
+    with pytest.raises(TypeError):
+        aio.Queue()
+    assert not path.exists()
+
+
+def test_a_queue_that_is_dropped_closes_itself_silently(path):
+    """As nobody closes an `asyncio.Queue`, no warning is given."""
+    aio.Queue(path=path).put_nowait(1)
+    with weclaw.Queue(path) as q:
+        assert q.qsize() == 1
+
+
+def test_text_and_types(path):
+    """repr names the class; `Queue[int]` can be written; the exceptions are asyncio's."""
+    q = aio.Queue(path=path)
+    assert repr(q).startswith("<Queue at ")
+    assert hex(id(q)) in repr(q)
+    assert hex(id(q)) not in str(q)
+    assert aio.Queue[int].__args__ == (int,)
+    assert issubclass(aio.QueueEmpty, asyncio.QueueEmpty)
+    assert issubclass(aio.QueueFull, asyncio.QueueFull)
+    q.close()

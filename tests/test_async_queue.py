@@ -1,0 +1,514 @@
+"""`AsyncQueue`: a queue for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import threading
+import time
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from tests.helpers.processes import Child
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import _files
+
+NO_WAIT = weclaw.RetryPolicy(backoff=0.0)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_what_is_put_is_got_and_its_result_is_kept(path):
+    """The life of a message, awaited."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            task = await q.put({"prompt": "hello"}, headers={"a": 1}, priority=3, key="k")
+            msg = await q.get()
+            assert (msg["prompt"], msg.headers, msg.priority, msg.key) == (
+                "hello",
+                {"a": 1},
+                3,
+                "k",
+            )
+            assert await q.status(task) == "leased"
+            msg.ack(result="done")
+            assert await q.result(task) == "done"
+            assert await q.status(task) == "done"
+            assert (await q.stats()).settled == 1
+            assert await q.offset > 0
+
+    run(main())
+    with weclaw.Queue(path) as q:
+        assert q.stats().settled == 1
+
+
+def test_it_has_all_that_a_queue_has():
+    """Whatever `Queue` has, `AsyncQueue` has."""
+    names = {name for name in dir(weclaw.Queue) if not name.startswith("_")}
+    assert names <= {*dir(weclaw.AsyncQueue), "topic", "group", "dlq", "maxsize"}
+
+
+def test_looking_steering_and_dead_letters(path):
+    """Counts, peek, pause, purge, cancel, replay and dead letters answer as those of `Queue`."""
+
+    async def main():
+        q = weclaw.AsyncQueue(path, retry=NO_WAIT, maxsize=5)
+        ids = await q.put_many([1, weclaw.Put(2), 3])
+        assert (await q.qsize(), await q.empty(), await q.full(), q.maxsize) == (3, False, False, 5)
+        assert [m.body for m in await q.peek(5)] == [1, 2, 3]
+        assert await q.cancel(ids[1])
+        await q.pause(60, "for a while")
+        with pytest.raises(weclaw.Empty):
+            await q.get_nowait()
+        await q.resume()
+        (first, third) = await q.get_many(5)
+        await first.ack("r")
+        await third.fail("bad")
+        assert await q.dlq.count() == len(q.dlq) == 1
+        assert [letter.reason async for letter in q.dlq] == ["bad"]
+        with pytest.raises(weclaw.DeadLetterError):
+            await q.result(ids[2], timeout=5)
+        assert await q.dlq.redrive() == 1
+        assert await q.replay(ids=[ids[0]]) == 1
+        assert await q.replay(offset="earliest") == 0
+        assert await q.purge() == 2
+        with pytest.raises(KeyError):
+            await q.result("nothing of the kind")
+        await q.put("later", eta=datetime.now(timezone.utc) + timedelta(seconds=0.1))
+        started = time.monotonic()
+        msg = await q.get(timeout=5)
+        assert time.monotonic() - started > 0.05
+        await msg.nack(backoff=0.05, count=False)
+        msg = await q.get(timeout=5)
+        assert (msg.retry_count, msg.delivery_count) == (0, 2)
+        msg.extend(30)
+        msg.release()
+        await q.flush()
+        await q.close()
+        with pytest.raises(weclaw.ClosedError):
+            await q.put(1)
+
+    run(main())
+
+
+def test_settling_is_in_effect_when_it_returns(path):
+    """`ack` without await has happened; a second one raises at the call."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            await q.put(1)
+            msg = await q.get()
+            written = msg.ack()
+            with pytest.raises(weclaw.LeaseLostError):
+                msg.ack()
+            assert (await q.stats()).settled == 1
+            assert await written is None
+            assert await written is None
+
+    run(main())
+
+
+def test_async_with_settles_by_how_it_ends(path):
+    """Ack on a clean end, nack on an exception, release on cancellation."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path, retry=NO_WAIT, visibility_timeout=0.3) as q:
+            await q.put(1)
+            with pytest.raises(RuntimeError):
+                async with await q.get():
+                    raise RuntimeError("no")
+            assert (await q.stats()).retries == 1
+
+            async def hold():
+                async with await q.get():
+                    await asyncio.sleep(60)
+
+            task = asyncio.create_task(hold())
+            await asyncio.sleep(1.0)
+            assert (await q.stats()).leased == 1  # renewed meanwhile
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            async with await q.get(timeout=5) as msg:
+                assert msg.retry_count == 1
+            assert (await q.stats()).settled == 1
+
+    run(main())
+
+
+def test_a_transaction_is_all_or_none(path):
+    """An exception in the block drops it; without one acks and puts are one step."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q, weclaw.AsyncQueue(path, topic="next") as after:
+            await q.put("a")
+            msg = await q.get()
+            with pytest.raises(RuntimeError):
+                async with q.transaction() as tx:
+                    tx.ack(msg)
+                    raise RuntimeError
+            assert (await q.stats()).leased == 1
+            async with q.transaction() as tx:
+                tx.ack(msg, result=1)
+                tx.put("b", topic="next")
+            assert (await q.stats()).settled == 1
+            assert (await after.get_nowait()).id == tx.ids[0]
+
+    run(main())
+
+
+def test_gets_wait_for_puts_of_others(path):
+    """Waiting gets, a result and a join end when another thread has put, and when it is acked."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            gets = [asyncio.create_task(q.get()) for _ in range(20)]
+            await asyncio.sleep(0.05)
+            await asyncio.to_thread(_put_from_thread, path, 20)
+            messages = await asyncio.gather(*gets)
+            assert [m.body for m in messages] == list(range(20))
+            result = asyncio.create_task(q.result(messages[0].id, timeout=None))
+            join = asyncio.create_task(q.join())
+            assert await q.join(timeout=0.05) is False
+            with pytest.raises(weclaw.Empty):
+                await q.result(messages[0].id, timeout=0.05)
+            for msg in messages:
+                msg.ack(result="r")
+            assert await result == "r"
+            assert await join is True
+
+    def _put_from_thread(path, n):
+        with weclaw.Queue(path) as q:
+            for i in range(n):
+                q.put(i)
+
+    run(main())
+
+
+def test_room_is_waited_for_in_order_and_a_cancelled_put_has_not_happened(path):
+    """Puts that wait for room go in the order they came; one cancelled meanwhile never does."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path, maxsize=1) as q:
+            await q.put(0)
+            with pytest.raises(weclaw.Full):
+                await q.put_nowait("x")
+            started = time.monotonic()
+            with pytest.raises(weclaw.Full):
+                await q.put("x", timeout=0.1)
+            assert 0.09 < time.monotonic() - started < 5
+            puts = [asyncio.create_task(q.put(i)) for i in range(1, 6)]
+            await asyncio.sleep(0.05)
+            puts[1].cancel()
+            await asyncio.sleep(0)
+            got = [(await q.get(timeout=5)).body for _ in range(5)]
+            assert got == [0, 1, 3, 4, 5]
+            assert await q.qsize() == 0
+
+    run(main())
+
+
+def test_two_hundred_cancelled_gets_lose_nothing(path):
+    """Gets cancelled at any moment are no deliveries; the rest comes in order."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            taken = []
+            for round_ in range(10):
+                gets = [asyncio.create_task(q.get()) for _ in range(20)]
+                await asyncio.sleep(0.001 * (round_ % 3))
+                putting = asyncio.create_task(q.put_many(range(round_ * 20, round_ * 20 + 20)))
+                await asyncio.sleep(0.0005 * round_)
+                for get in gets:
+                    get.cancel()
+                await putting
+                for ended in await asyncio.gather(*gets, return_exceptions=True):
+                    if isinstance(ended, weclaw.Message):
+                        taken.append(ended)
+            rest = []
+            while len(taken) + len(rest) < 200:
+                rest.append(await q.get(timeout=5))
+            assert sorted(m.body for m in taken + rest) == list(range(200))
+            assert {m.delivery_count for m in taken + rest} == {1}
+            assert [m.body for m in rest] == sorted(m.body for m in rest)
+
+    run(main())
+
+
+def test_a_result_that_a_cancelled_task_never_saw_is_given_back(path):
+    """Cancelled between the answer and its next step, a task has taken nothing."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            for _ in range(30):
+                get = asyncio.create_task(q.get())
+                await asyncio.sleep(0)
+                await q.put("x")
+                while not (get._fut_waiter is None or get._fut_waiter.done()):
+                    await asyncio.sleep(0)
+                get.cancel()
+                try:
+                    msg = await get
+                except asyncio.CancelledError:
+                    msg = await q.get(timeout=5)
+                assert msg.delivery_count == 1
+                msg.ack()
+            assert (await q.stats()).settled == 30
+
+    run(main())
+
+
+def test_a_loop_that_ends_with_gets_waiting_loses_nothing(path):
+    """`asyncio.run` cancels what waits; the next loop goes on with the same queue."""
+    q = weclaw.AsyncQueue(path)  # without a running loop
+
+    async def leave():
+        asyncio.create_task(q.get())  # noqa: RUF006  left behind on purpose
+        await asyncio.sleep(0.02)
+
+    async def fill():
+        await q.put_many(range(5))
+
+    async def drain():
+        return [(await q.get(timeout=5)).body for _ in range(5)]
+
+    for _ in range(3):
+        run(leave())
+    run(fill())
+    assert run(drain()) == list(range(5))
+    run(q.close())
+
+
+def test_several_loops_and_threads_share_a_queue(path):
+    """Four loops in four threads put and get on one object; each message is in one hand."""
+    q = weclaw.AsyncQueue(path, flush="os")
+    got: list[int] = []
+
+    def loop(n):
+        async def work():
+            await asyncio.gather(*(q.put(n * 100 + i) for i in range(100)))
+            for _ in range(100):
+                msg = await q.get(timeout=30)
+                got.append(msg.body)
+                msg.ack()
+
+        asyncio.run(work())
+
+    threads = [threading.Thread(target=loop, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == list(range(400))
+    run(q.close())
+
+
+def test_closing_ends_what_waits(path):
+    """`async for` ends, `get` raises, when the queue is closed; another of the file goes on."""
+
+    async def main():
+        q = weclaw.AsyncQueue(path)
+        other = weclaw.AsyncQueue(path)
+        seen = []
+
+        async def iterate():
+            async for msg in q:
+                seen.append(msg.body)
+                msg.ack()
+
+        iterating = asyncio.create_task(iterate())
+        await other.put(1)
+        while not seen:
+            await asyncio.sleep(0.001)
+        get = asyncio.create_task(q.get())
+        await asyncio.sleep(0.02)
+        await q.close()
+        await asyncio.wait_for(iterating, 5)
+        with pytest.raises(weclaw.ClosedError):
+            await get
+        await other.put(2)
+        assert (await other.get()).body == 2
+        await other.close()
+
+    run(main())
+
+
+def test_the_loop_never_waits_for_the_disk(path, monkeypatch):
+    """With syncs of 50 ms the loop is not held up, and 64 puts at once share a few of them."""
+    syncs = []
+    real = _files.sync_data
+
+    def slow(fd):
+        assert threading.current_thread() is not threading.main_thread()
+        syncs.append(fd)
+        time.sleep(0.05)
+        real(fd)
+
+    async def main():
+        q = weclaw.AsyncQueue(path)
+        await q.put("x")
+        monkeypatch.setattr(_files, "sync_data", slow)
+        longest = 0.0
+
+        async def watch():
+            nonlocal longest
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0)
+                longest = max(longest, time.perf_counter() - before)
+
+        watching = asyncio.create_task(watch())
+        started = time.perf_counter()
+        await asyncio.gather(*(q.put(i) for i in range(64)))
+        took = time.perf_counter() - started
+        msg = await q.get()  # needs no sync: not held up by those under way
+        put = asyncio.create_task(q.put("more"))
+        await asyncio.sleep(0.01)
+        before = time.perf_counter()
+        msg.ack()
+        (await q.get()).nack()
+        assert time.perf_counter() - before < 0.04
+        await put
+        watching.cancel()
+        monkeypatch.setattr(_files, "sync_data", real)
+        assert took < 0.3
+        assert len(syncs) < 10
+        assert longest < 0.04
+        await q.close()
+
+    run(main())
+
+
+def test_a_failed_sync_is_told_to_everybody(path, monkeypatch):
+    """Puts that waited for a sync that failed raise, and so does what comes after."""
+
+    async def main():
+        q = weclaw.AsyncQueue(path)
+        await q.put("x")
+        waiting = asyncio.create_task(q.put_nowait(1))
+        await waiting
+
+        def broken(fd):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(_files, "sync_data", broken)
+        ended = await asyncio.gather(*(q.put(i) for i in range(5)), return_exceptions=True)
+        assert {type(error) for error in ended} == {weclaw.StoreFailedError}
+        with pytest.raises(weclaw.StoreFailedError):
+            await q.get()
+        await q.close()
+
+    run(main())
+
+
+def test_refused_puts_write_nothing(path):
+    """What can't be encoded or is too large is refused at once, each put for itself."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path, max_message_bytes=1000) as q:
+            ended = await asyncio.gather(
+                q.put({1, 2}), q.put("x" * 2000), q.put("fine"), return_exceptions=True
+            )
+            assert isinstance(ended[0], weclaw.SerializationError)
+            assert isinstance(ended[1], weclaw.MessageTooLargeError)
+            assert await q.qsize() == 1
+            same = await asyncio.gather(*(q.put("s", id="same") for _ in range(5)))
+            assert set(same) == {"same"}
+            assert await q.qsize() == 2
+
+    run(main())
+
+
+def test_it_pickles_and_survives_a_fork(path):
+    """A pickled queue opens its path; a forked child opens it anew and its I/O threads with it."""
+
+    async def main(q):
+        await q.put("before")
+
+    q = weclaw.AsyncQueue(path)
+    run(main(q))
+    copy = pickle.loads(pickle.dumps(q))
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            asyncio.run(q.put("from the child"))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+    async def drain():
+        return [(await copy.get(timeout=5)).body for _ in range(2)]
+
+    assert run(drain()) == ["before", "from the child"]
+    run(copy.close())
+    run(q.close())
+
+
+def hold_then_die(pipe, path):
+    import asyncio
+
+    async def main():
+        q = weclaw.AsyncQueue(path)
+        msg = await q.get()
+        pipe.send(msg.body)
+        await asyncio.sleep(60)
+
+    asyncio.run(main())
+
+
+def test_a_waiting_get_notices_the_death_of_a_holder(path):
+    """What a killed process held comes to whoever waits within half a second."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            await q.put("x")
+            with Child(hold_then_die, path) as child:
+                assert await asyncio.to_thread(child.hear) == "x"
+                get = asyncio.create_task(q.get())
+                await asyncio.sleep(0.3)
+                assert not get.done()
+                child.kill()
+                started = time.monotonic()
+                msg = await asyncio.wait_for(get, 5)
+                assert time.monotonic() - started < 0.6
+                assert (msg.crash_count, msg.delivery_count) == (1, 2)
+
+    run(main())
+
+
+def test_a_lease_that_runs_out_wakes_who_waits(path):
+    """A waiting get is given what another lost by time, without anybody writing."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path, visibility_timeout=0.2, retry=NO_WAIT) as q:
+            await q.put("x")
+            await q.get()
+            msg = await q.get(timeout=5)
+            assert (msg.retry_count, msg.delivery_count) == (1, 2)
+
+    run(main())
+
+
+def test_on_dead_is_called_off_the_loop(path):
+    """The callback for dead letters does not hold up the loop."""
+    seen = []
+
+    def on_dead(letter):
+        seen.append((letter.id, threading.current_thread() is threading.main_thread()))
+
+    async def main():
+        async with weclaw.AsyncQueue(path, on_dead=on_dead) as q:
+            id = await q.put("x")
+            (await q.get()).fail("no")
+            while not seen:
+                await asyncio.sleep(0.001)
+            assert seen == [(id, False)]
+
+    run(main())
