@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import time
+import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,8 @@ def check(path: Path, ledger: Ledger, options: dict[str, Any], where: str) -> di
         return _check(path, history, options)
     except Violation as violation:
         raise Violation(f"{where}: {violation}") from None
-    except weclaw.WeclawError as error:
-        raise Violation(f"{where}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise Violation(f"{where}: {traceback.format_exc()}") from error
 
 
 def _check(path: Path, h: History, options: dict[str, Any]) -> dict[str, int]:
