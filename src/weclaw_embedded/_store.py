@@ -160,10 +160,6 @@ class Store:
         """Every group of every topic, sorted by topic and name."""
         return self._run(_queries.groups)
 
-    def _topics(self) -> list[str]:
-        """The name of every topic, those that no group has read too."""
-        return self._run(lambda session: sorted(topic.name for topic in session.tx.topics()))
-
     def drop_group(self, name: str, topic: str = "default") -> bool:
         """Forget a group with its position and dead letters; it no longer keeps anything from
         being freed. False if there is none. What its consumers hold is lost to them.

@@ -170,17 +170,6 @@ class DeadLetterQueue:
                 return
             after = found[-1].offset
 
-    def _marks(self) -> list[tuple[int, int]]:
-        """(offset, time of death in us) of every letter; together they name one death."""
-
-        def look(session: Session) -> list[tuple[int, int]]:
-            group = self._queue._swept(session)
-            if group is None:
-                return []
-            return [(row[0], row[3]) for row in session.tx.dead(group.gid)]
-
-        return self._queue._run(look)
-
     def peek(self, n: int = 1) -> list[DeadLetter]:
         """The first `n` letters; nothing is changed."""
         return list(islice(self, check_count("n", n, 0)))

@@ -204,8 +204,12 @@ class Queue:
 
     def _writable(self) -> Engine:
         """The engine, for a change. Raises StorageError when the file was opened to look only."""
-        self._engine  # noqa: B018  a closed queue says so first
-        return self._store._writable()
+        store = self._store
+        engine = store._shared
+        if self._closed or store._closed or store.readonly or engine.forked:
+            self._engine  # noqa: B018  a closed queue says so first
+            return store._writable()
+        return engine
 
     def _run(self, operation: Callable[..., T], *args: Any) -> T:
         return self._engine.execute(operation, *args)
@@ -355,9 +359,9 @@ class Queue:
         options = self._store._options
         _delivery.check_size(messages, engine.option("max_message_bytes"))
         until_s = _deadline(block, timeout)
+        waiter: Waiter | None = None
         may_reclaim = True  # settled space is freed before anything is refused
         while True:
-            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
             try:
                 ids = engine.execute(
                     _delivery.put, self._address, messages, self._policy, self.maxsize, waiter
@@ -371,9 +375,13 @@ class Queue:
                 if isinstance(error, NoBytes) and may_reclaim and make_room(engine):
                     may_reclaim = False
                     continue
-                if waiter is None or (until_s is not None and time.monotonic() >= until_s):
+                if until_s == 0.0 or (until_s is not None and time.monotonic() >= until_s):
                     raise Full(str(error)) from None
-                self._sleep(engine, waiter, until_s)
+                # Only now: most puts find room. What happened before it was registered is seen by
+                # the next look, which is made before sleeping.
+                if waiter is not None:
+                    self._sleep(engine, waiter, until_s)
+                waiter = None if waiter is not None else new_waiter(SETTLED)
                 continue
             if self._policy == POLICIES["batch"]:
                 engine.flush_later(options.flush_interval_ms, options.flush_messages, len(ids))
@@ -555,28 +563,6 @@ class Queue:
             return None
         packed = engine.result_bytes(ack_at, self._address.gid)
         return _values.unpack_value(packed) if packed else None
-
-    def _results(self, after: int, n: int) -> list[tuple[int, str, Any]]:
-        """(offset, id, result) of the next `n` messages beyond that offset whose result is kept."""
-
-        def look(session: Session) -> list[tuple[int, int, tuple[int, int]]]:
-            group = self._swept(session)
-            if group is None:
-                return []
-            places = []
-            for offset, at in session.tx.results(group.gid, after, n):
-                with contextlib.suppress(LookupError):  # the message is no longer kept
-                    places.append((offset, at, self._place(session, offset)))
-            return places
-
-        found = []
-        engine = self._engine
-        for offset, ack_at, place in self._run(look):
-            content = self._read(offset, *place)
-            if content is not None:
-                with contextlib.suppress(LookupError):  # no longer kept, since we looked
-                    found.append((offset, content.id, self._result_at(engine, ack_at)))
-        return found
 
     def status(self, id: str) -> str:
         """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""

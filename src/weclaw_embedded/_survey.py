@@ -1,0 +1,226 @@
+"""What an operator asks of an open file, beyond what a program needs: every topic, every result
+kept, who holds what and since when, which deaths there were, what arrives, whether a copy is one.
+
+Role: read only, for the command line. Answers come from the index under the lock, bodies from the
+log after it was given back. Nothing here is promised to users under these names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from . import _clock, _delivery, _records
+from ._message import Content
+from ._records import NEVER
+from .errors import CorruptError
+
+if TYPE_CHECKING:
+    from ._engine import Session
+    from ._store import Store
+    from .queue import Queue
+
+_DIFFERENCES: Final = 100
+
+
+def topics(store: Store) -> list[str]:
+    """The name of every topic, those that no group has read too."""
+    return store._run(lambda session: sorted(topic.name for topic in session.tx.topics()))
+
+
+def results(queue: Queue, after: int, n: int) -> list[tuple[int, str, Any]]:
+    """(offset, id, result) of the next `n` messages beyond that offset whose result is kept."""
+
+    def look(session: Session) -> list[tuple[int, int, tuple[int, int]]]:
+        group = queue._swept(session)
+        if group is None:
+            return []
+        places = []
+        for offset, at in session.tx.results(group.gid, after, n):
+            with contextlib.suppress(LookupError):  # the message is no longer kept
+                places.append((offset, at, _delivery.place(session, offset)))
+        return places
+
+    found = []
+    for offset, ack_at, place in queue._run(look):
+        content = queue._read(offset, *place)
+        if content is not None:
+            with contextlib.suppress(LookupError):  # no longer kept, since we looked
+                found.append((offset, content.id, queue._result_at(queue._engine, ack_at)))
+    return found
+
+
+class Held(NamedTuple):
+    """A message in somebody's hands."""
+
+    content: Content
+    consumer: str
+    delivery_count: int
+    left_s: float | None
+    """Until the lease runs out; None: it lasts as long as its process."""
+
+
+def held(queue: Queue, n: int) -> list[Held]:
+    """The first `n` leases of the group, by the order of their puts."""
+
+    def look(session: Session) -> list[tuple[int, tuple[int, int], str, int, int]]:
+        group = queue._swept(session)
+        if group is None:
+            return []
+        rows = session.tx.leases(group.gid)[:n]
+        return [
+            (
+                offset,
+                _delivery.place(session, offset),
+                session.tx.owner_name(row.owner),
+                row.delivery,
+                row.deadline,
+            )
+            for offset, row in rows
+        ]
+
+    found = []
+    for offset, place, consumer, delivery, deadline_ns in queue._run(look):
+        content = queue._read(offset, *place)
+        if content is not None:
+            left_s = None
+            if deadline_ns < NEVER:
+                left_s = max(0.0, (deadline_ns - _clock.monotonic_ns()) / 1e9)
+            found.append(Held(content, consumer, delivery, left_s))
+    return found
+
+
+def deaths(queue: Queue) -> list[tuple[int, int]]:
+    """(offset, time of death in us) of every dead letter; together they name one death."""
+
+    def look(session: Session) -> list[tuple[int, int]]:
+        group = queue._swept(session)
+        if group is None:
+            return []
+        return [(row[0], row[3]) for row in session.tx.dead(group.gid)]
+
+    return queue._run(look)
+
+
+# -- what arrives ----------------------------------------------------------------------------------
+
+
+def end(store: Store) -> int:
+    """The offset below which every put is as durable as was promised."""
+
+    def look(session: Session) -> int:
+        page = session.engine.page
+        return page.visible(session.log.pending_tail)
+
+    return store._run(look)
+
+
+def arrived(store: Store, start: int, until: int) -> Iterator[tuple[str, Content]]:
+    """(topic, message) of each put from `start` up to `until`, as `end` gave it, in their order.
+
+    What is damaged, or freed before we come to it, is passed over.
+    """
+    engine = store._engine
+    log = engine.log
+    names = store._run(lambda session: {topic.tid: topic.name for topic in session.tx.topics()})
+    at = max(start, log.head_offset)
+    while at < until:
+        try:
+            for frame in log.frames(log.boundary_before(at), until, on_damage=lambda *_: None):
+                for offset, record in frame[5]:
+                    if offset >= at and record[0] == _records.PUT:
+                        with contextlib.suppress(ValueError):
+                            tid = _records.unpack_put(record).tid
+                            content = Content(record, offset, log.salt(offset), frame[2])
+                            yield names.get(tid, f"#{tid}"), content
+                at = max(at, frame[1])
+            return
+        except LookupError:  # it was freed under us
+            at = max(at + 1, log.head_offset)
+
+
+def before(store: Store, n: int, until: int) -> int:
+    """An offset from which on there are the last `n` puts before `until`, if so many are kept."""
+    if not n:
+        return until
+    log = store._engine.log
+    segments = log.segments()
+    wanted = 1
+    while segments:
+        start = segments[-min(wanted, len(segments))] << log.bits
+        offsets = [content.offset for _, content in arrived(store, start, until)]
+        if len(offsets) >= n:
+            return offsets[-n]
+        if wanted >= len(segments):
+            break
+        wanted *= 4
+    return log.head_offset
+
+
+# -- is the copy one? ------------------------------------------------------------------------------
+
+
+class Comparison(NamedTuple):
+    """How a file and a copy of it compare."""
+
+    frames: int
+    """Frames that are the same."""
+    behind: int
+    """Bytes of the log that the copy does not have yet."""
+    differences: list[tuple[int, str]]
+    """(offset, what) of what is not the same; the first hundred."""
+
+
+def compare(store: Store, other: Store, until: int) -> Comparison:
+    """Hold every frame of `store` below `until` against the one at the same offset of `other`."""
+    log, copy = store._engine.log, other._engine.log
+    known = end(other)
+    differences: list[tuple[int, str]] = []
+    if log.header.store_id != copy.header.store_id:
+        return Comparison(0, 0, [(0, "the other file is of another queue, not a copy")])
+    if log.bits != copy.bits:
+        return Comparison(0, 0, [(0, "the files have segments of different sizes")])
+    start = max(log.head_offset, copy.head_offset)
+    stop = min(until, known)
+    ours = _frames(store, start, stop)
+    theirs = _frames(other, start, stop)
+    same = 0
+    mine, its = next(ours, None), next(theirs, None)
+    while (mine is not None or its is not None) and len(differences) < _DIFFERENCES:
+        if its is None or (mine is not None and mine[0] < its[0]):
+            assert mine is not None
+            differences.append((mine[0], mine[1] or "the copy lacks this frame"))
+            mine = next(ours, None)
+        elif mine is None or its[0] < mine[0]:
+            differences.append((its[0], f"the copy: {its[1] or 'a frame that is not here'}"))
+            its = next(theirs, None)
+        else:
+            if mine == its and not mine[1]:
+                same += 1
+            else:
+                what = mine[1] or (f"the copy: {its[1]}" if its[1] else "other bytes in the copy")
+                differences.append((mine[0], what))
+            mine, its = next(ours, None), next(theirs, None)
+    return Comparison(same, max(0, until - max(known, start)), differences)
+
+
+def _frames(store: Store, start: int, stop: int) -> Iterator[tuple[int, str, Any]]:
+    """(offset, reason, contents) of each frame, or of each place that holds none."""
+    log = store._engine.log
+    bad: list[tuple[int, str]] = []
+    at = start
+    while at < stop:
+        try:
+            for frame in log.frames(
+                log.boundary_before(at), stop, on_damage=lambda *where: bad.append(where)
+            ):
+                yield from ((offset, reason, None) for offset, reason in bad)
+                bad.clear()
+                if frame[0] >= at:
+                    yield frame[0], "", tuple(frame[1:])
+                at = max(at, frame[1])
+            break
+        except (LookupError, CorruptError):
+            at = max(at + 1, log.head_offset)
+    yield from ((offset, reason, None) for offset, reason in bad)
