@@ -200,11 +200,14 @@ def _put(
 ) -> list[str]:
     tid, records = topic_of(session, address.topic)
     ids: list[str | None] = []
-    fresh: list[Encoded] = messages if isinstance(messages, list) else list(messages)
-    if any(message.id is not None for message in messages):
-        fresh, ids = _without_known(session, tid, messages)
+    fresh: Sequence[Encoded] = messages
+    for message in messages:
+        if message.id is not None:
+            fresh, ids = _without_known(session, tid, messages)
+            break
     if fresh:
-        _check_room(session, address, len(fresh), maxsize)
+        if maxsize > 0:
+            _check_room(session, address, len(fresh), maxsize)
         first = len(records)
         for message in fresh:
             records.append(_put_record(session, tid, message))
@@ -277,8 +280,6 @@ def _put_record(session: Session, tid: int, message: Encoded) -> _records.Record
 
 
 def _check_room(session: Session, address: Address, n: int, maxsize: int) -> None:
-    if maxsize <= 0:
-        return
     if n > maxsize:
         raise Full(
             f"{n} messages can never fit a queue of maxsize {maxsize}; nothing was put; put fewer"
@@ -322,7 +323,12 @@ def _check_bytes(session: Session, records: list[_records.Record], limit: int) -
 
 
 def _id_of(session: Session, offset: int) -> str:
-    return own_id(offset, session.log.salt(offset))
+    log = session.log
+    segment = offset >> log.bits
+    last = session.engine.last_digest
+    if last[0] != segment:
+        last = session.engine.last_digest = (segment, _digest(log.salt(offset)))
+    return f"{offset:012x}{last[1]}"
 
 
 def own_id(offset: int, salt: int) -> str:

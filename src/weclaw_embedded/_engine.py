@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from ._opening import (
     IN_USE,
     INDEX_NAME,
     OWNER,
+    PAGE_NAME,
     WRITE,
     Opened,
     write_clean_mark,
@@ -55,7 +57,7 @@ from ._shared import (
     SharedPage,
 )
 from ._wake import READY_BYTE, SETTLED_BYTE, Timer, Waiter, Waker
-from .errors import ClosedError, DiskFullError, LockedError, StoreFailedError
+from .errors import ClosedError, CorruptError, DiskFullError, LockedError, StoreFailedError
 from .wal import COMMIT, HEAD, LAST, TAIL, WRITING, Frame, Log, Recovery
 
 T = TypeVar("T")
@@ -71,8 +73,6 @@ ALL: Final = (1 << 64) - 1
 _NO_LIMIT: Final = "none"
 # How long a waiter sleeps before it looks whether the owner of a lease has died.
 DEATH_CHECK_S: Final = 0.25
-# In sessions that confirm no sync, how often the names of file and scratch are looked at.
-_PLACE_CHECK_NS: Final = 2_000_000
 # Bytes of the log that are folded in one transaction of the index.
 _FOLD_BYTES: Final = 256 << 20
 # How long after something was settled space is looked for that can be given back.
@@ -153,15 +153,17 @@ class Session:
 
     def option(self, name: str) -> Any:
         """An option of the file; see `Engine.option`."""
-        return self.engine._effective(name, self.options())
+        engine = self.engine
+        if engine.options_seen != self.page.words[OPTIONS_SEQ]:
+            self.options()
+        return engine.effective[name]
 
     def options(self) -> dict[str, Any]:
         """What the file records of its options, followed as any process changes it."""
         engine = self.engine
         seen = self.page.words[OPTIONS_SEQ]
         if engine.options_seen != seen:
-            engine.known_options = self.tx.options
-            engine.options_seen = seen
+            engine.know_options(self.tx.options, seen)
         return engine.known_options
 
     def finish(self) -> None:
@@ -226,6 +228,14 @@ class Job:
         self.must_sync = False
 
 
+def _poll_of(fd: int) -> select.poll | None:
+    if fd < 0:
+        return None
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return poll
+
+
 class Engine:
     """See the module. Made and ended by `_registry`, shared by all handles of a process. Any thread
     may call any method.
@@ -251,6 +261,8 @@ class Engine:
         self.io: Any = None  # what serves event loops, made by `_io` when first needed
         # Leases of this process: (gid, offset) -> the record that would hand it back.
         self.held: dict[tuple[int, int], Any] = {}
+        self.suspects: dict[tuple[int, int], Any] = {}  # those of them that were in a crash
+        self.last_digest = (-1, "")  # of the salt of a segment, for the ids we make
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()
         self._read_lock = threading.Lock()
@@ -259,13 +271,19 @@ class Engine:
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
         self._failure: str | None = None
         self._identity = _files.identity(self.fd)[:2]
-        self._place_checked_ns = 0
+        self._watch_fd = _files.watch_names(
+            [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
+        )
+        # Two, because a poll object is one thread's at a time: one under the lock, one for
+        # whoever syncs.
+        self._watch, self._sync_watch = _poll_of(self._watch_fd), _poll_of(self._watch_fd)
         self._flush_due = False
         self._unsynced = 0
         self._next_probe = 0
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
         self.known_options: dict[str, Any] = {}
+        self.effective: dict[str, Any] = {}
         self.options_seen = -1
         self.consumer = ""
         self._introduced = False
@@ -358,7 +376,7 @@ class Engine:
         words = self.page.words
         if words[FAILED] or self._failure:
             raise self._failed()
-        self._check_place_now_and_then()
+        self._check_place_if_moved(self._watch)
         if words[WRITING]:
             # Its holder died, or was interrupted, in the middle of a write.
             self.log.heal()
@@ -395,9 +413,14 @@ class Engine:
         tail = self.page.words[TAIL]
         checkpoint = self.log.checkpoint()
         if checkpoint and not tx.applied:
-            known = _records.unpack(self.log.read(checkpoint))
-            assert isinstance(known, _records.Checkpoint), "the log marks its checkpoints"
-            tx.seed(known, head)
+            try:
+                known = _records.unpack(self.log.read(checkpoint))
+            except (CorruptError, ValueError) as error:
+                # Groups from before what is kept begin anew: messages come twice, none is lost.
+                tx.note_damage(checkpoint, str(error))
+            else:
+                assert isinstance(known, _records.Checkpoint), "the log marks its checkpoints"
+                tx.seed(known, head)
         noter = self._damage_noter(tx)
         start = max(tx.applied, head)
         while start < tail:
@@ -484,7 +507,7 @@ class Engine:
         target = words[TAIL]
         self._unsynced = 0
         self.sync_file()
-        self._check_place()
+        self._check_place_if_moved(self._sync_watch)
         pokes: list[int] = []
         with self._lock:
             try:
@@ -560,11 +583,13 @@ class Engine:
             raise self.fail("the file was deleted, moved or replaced while open")
         if not self.page.is_in_place():
             raise self.fail("the scratch folder was deleted, moved or replaced while in use")
-        self._place_checked_ns = time.monotonic_ns()
 
-    def _check_place_now_and_then(self) -> None:
-        if time.monotonic_ns() - self._place_checked_ns > _PLACE_CHECK_NS:
+    def _check_place_if_moved(self, watch: select.poll | None) -> None:
+        """The same when there is a reason to: the system says so, or can't."""
+        if watch is None or watch.poll(0):
             self._check_place()
+            if watch is not None:
+                _files.read_all(self._watch_fd)
 
     # -- owners -------------------------------------------------------------------------------
 
@@ -602,7 +627,7 @@ class Engine:
                 # A quarter second without a sync: whoever wrote this may have died before it.
                 self.durable(words[TAIL])
                 return
-            self._check_place_now_and_then()
+            self._check_place()
 
     def settle_promises(self) -> bool:
         """Do the sync that frames still wait for, if any; True when there was one to do. Whoever
@@ -616,8 +641,22 @@ class Engine:
 
     def suspects_held(self) -> int:
         """Messages of this process that were in a crash before; one at a time is handed out."""
+        if not self.suspects:
+            return 0
         now_ns = _clock.monotonic_ns()
-        return sum(1 for lease in self.held.values() if lease.crash and lease.deadline_ns > now_ns)
+        return sum(1 for lease in self.suspects.values() if lease.deadline_ns > now_ns)
+
+    def hold(self, lease: Any) -> None:
+        """Note that this process has a lease. Called under the write lock."""
+        self.held[lease.gid, lease.offset] = lease
+        if lease.crash:
+            self.suspects[lease.gid, lease.offset] = lease
+
+    def let_go(self, key: tuple[int, int]) -> Any:
+        """Note that it has it no more; returns it, None when it was not held."""
+        if self.suspects:
+            self.suspects.pop(key, None)
+        return self.held.pop(key, None)
 
     def owner_records(self) -> list[_records.Record]:
         """What says who this owner is, to be written before its first lease."""
@@ -704,25 +743,37 @@ class Engine:
         if given:
             self.change_options(given, SYNC)
         self._adopted.append(options)
+        self.know_options(self.known_options)
         self.consumer = self.consumer or consumer
 
     def forsake(self, options: StoreOptions) -> None:
         """A handle that was adopted has closed."""
         with contextlib.suppress(ValueError):
             self._adopted.remove(options)
+            self.know_options(self.known_options)
 
     def option(self, name: str) -> Any:
         """An option of the file as it holds for this process: argument (which was recorded),
         environment, what the file records, default; in that order.
         """
-        return self._effective(name, self.options())
+        if self.options_seen != self.page.words[OPTIONS_SEQ]:
+            self.execute(Session.options)
+        return self.effective[name]
 
-    def _effective(self, name: str, recorded: dict[str, Any]) -> Any:
+    def know_options(self, recorded: dict[str, Any], seen: int | None = None) -> None:
+        """Take in what the file records, and with it what holds here."""
+        self.known_options = recorded
+        if seen is not None:
+            self.options_seen = seen
         chosen = self._adopted[-1] if self._adopted else None
-        if chosen is not None and name in chosen.environment:
-            return getattr(chosen, name)
-        value = recorded.get(name, DEFAULTS[name])
-        return None if value == _NO_LIMIT else value
+        effective: dict[str, Any] = {}
+        for name in RECORDED_OPTIONS:
+            if chosen is not None and name in chosen.environment:
+                effective[name] = getattr(chosen, name)
+            else:
+                value = recorded.get(name, DEFAULTS[name])
+                effective[name] = None if value == _NO_LIMIT else value
+        self.effective = effective
 
     def change_options(self, values: Mapping[str, Any], policy: int) -> None:
         """Record options of the file."""
@@ -778,6 +829,7 @@ class Engine:
 
     def _hand_back(self) -> None:
         held, self.held = self.held, {}
+        self.suspects = {}
 
         def release(session: Session) -> None:
             # What ran out may be somebody else's by now: only the index knows.
@@ -806,8 +858,15 @@ class Engine:
                 with contextlib.suppress(OSError, DiskFullError):
                     write_clean_mark(os.path.join(self.directory, INDEX_NAME))
         finally:
-            self.page.close()
-            _files.close(self.fd)
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self.page.close()
+        _files.close(self.fd)
+        if self._watch_fd >= 0:
+            self._watch = self._sync_watch = None
+            _files.close(self._watch_fd)
+            self._watch_fd = -1
 
     def _vouch(self) -> bool:
         """Append the frame that says: everything before me was synced."""
@@ -832,5 +891,4 @@ class Engine:
         self.closed = True
         self.waker.abandon()
         self.index.close(sync=False)
-        self.page.close()
-        _files.close(self.fd)
+        self._close_files()

@@ -53,6 +53,7 @@ __all__ = [
     "open_ro",
     "open_rw",
     "punch",
+    "read_all",
     "read_at",
     "replace",
     "size",
@@ -63,6 +64,7 @@ __all__ = [
     "try_lock",
     "unlink",
     "unlock",
+    "watch_names",
     "write_at",
     "zero_fill",
 ]
@@ -103,6 +105,29 @@ def _name_of(fd: int) -> str:
     return f"descriptor {fd}"
 
 
+# Names that move ----------------------------------------------------------------------------
+
+_IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x4, 0x400, 0x800
+
+
+def watch_names(paths: Sequence[str]) -> int:
+    """Return a descriptor that becomes readable when one of these is deleted, moved or replaced
+    (and now and then for less), or -1 where the system offers no such thing: then look yourself.
+    """
+    start, add = _libc("inotify_init1"), _libc("inotify_add_watch")
+    if start is None or add is None:
+        return -1
+    fd = start(os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd < 0:
+        return -1
+    wanted = _IN_ATTRIB | _IN_DELETE_SELF | _IN_MOVE_SELF
+    for path in paths:
+        if add(fd, os.fsencode(path), wanted) < 0:
+            os.close(fd)
+            return -1
+    return fd
+
+
 # Opening ------------------------------------------------------------------------------------
 
 
@@ -138,6 +163,14 @@ def read_at(fd: int, n: int, offset: int) -> bytes:
         pieces.append(data)
         got += len(data)
     return b"".join(pieces)
+
+
+def read_all(fd: int) -> bytes:
+    """Read what a non-blocking descriptor has to say now."""
+    try:
+        return os.read(fd, 65536)
+    except BlockingIOError:
+        return b""
 
 
 def write_at(fd: int, buffers: Sequence[Bytes], offset: int) -> int:

@@ -785,7 +785,7 @@ class Io:
                 self._to_sync.append(SyncCall(None, words[SYNC_HIGH]))
                 self._sync_until = max(self._sync_until, words[SYNC_HIGH])
         try:
-            engine._check_place_now_and_then()
+            engine._check_place()
         except StoreFailedError:
             self._look_ready = self._look_settled = True
 

@@ -249,7 +249,7 @@ class Message:
             return self._execute(engine, operation, lease, *args)
         except DiskFullError:
             lease.over = False  # nothing was written: it is still held
-            engine.held.setdefault((lease.gid, lease.offset), lease)
+            engine.hold(lease)
             raise
         except ClosedError:
             if lease.over:

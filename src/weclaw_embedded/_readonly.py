@@ -95,6 +95,9 @@ class ReadonlyEngine(Engine):
         self.index = Index.open(self._own, create=True)
         self.timer = Timer("weclaw-timer")
         self.held = {}
+        self.suspects = {}
+        self._watch_fd = -1
+        self._watch = self._sync_watch = None
         self.handles = 1
         self.slot = -1
         self.token = 0
@@ -105,6 +108,7 @@ class ReadonlyEngine(Engine):
         self._head = -1
         self._adopted = []
         self.known_options = {}
+        self.effective = {}
         self.options_seen = -1
 
     def execute(
@@ -174,6 +178,7 @@ class ReadonlyEngine(Engine):
     def look_with(self, options: StoreOptions) -> None:
         """Take in the handle's options; nothing is recorded."""
         self._adopted = [options]
+        self.know_options(self.known_options)
 
     def dead_owners(self, everyone: bool) -> list[int]:
         return []

@@ -379,9 +379,12 @@ class Queue:
                     raise Full(str(error)) from None
                 # Only now: most puts find room. What happened before it was registered is seen by
                 # the next look, which is made before sleeping.
-                if waiter is not None:
+                if waiter is None:
+                    waiter = new_waiter(SETTLED)
+                else:
                     self._sleep(engine, waiter, until_s)
-                waiter = None if waiter is not None else new_waiter(SETTLED)
+                    waiter = None
+                    may_reclaim = True
                 continue
             if self._policy == POLICIES["batch"]:
                 engine.flush_later(options.flush_interval_ms, options.flush_messages, len(ids))

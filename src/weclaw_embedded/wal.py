@@ -364,7 +364,7 @@ class Log(Reading):
             for position, run in self._runs:
                 _files.write_at(self.fd, run, position)
             total = self._end - self._tail
-            if len(buffers) > 2 and total <= _JOIN_BYTES:
+            if len(buffers) > 1 and total <= _JOIN_BYTES:
                 buffers = [b"".join(buffers)]
             written = _files.write_at(self.fd, buffers, self._run_at)
         except BaseException as error:
