@@ -1,4 +1,4 @@
-"""docs/guarantees.md names what proves each promise: all of that exists, and README says no more."""
+"""docs/guarantees.md names what proves each promise, and all of that exists."""
 
 from __future__ import annotations
 
