@@ -228,9 +228,8 @@ def test_two_hundred_cancelled_gets_lose_nothing(path):
                 for get in gets:
                     get.cancel()
                 await putting
-                for ended in await asyncio.gather(*gets, return_exceptions=True):
-                    if isinstance(ended, weclaw.Message):
-                        taken.append(ended)
+                ended = await asyncio.gather(*gets, return_exceptions=True)
+                taken += [msg for msg in ended if isinstance(msg, weclaw.Message)]
             rest = []
             while len(taken) + len(rest) < 200:
                 rest.append(await q.get(timeout=5))

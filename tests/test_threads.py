@@ -1,0 +1,202 @@
+"""The stand-ins for the queues of the standard library's `queue`."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import time
+
+import pytest
+from tests.helpers.processes import Child
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import threads
+
+
+def in_thread(function, *args):
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    return thread
+
+
+def test_a_program_of_queue_needs_one_other_line(path):
+    """Workers as in the documentation of `queue`."""
+    q = threads.Queue(path=path)
+    got = []
+
+    def work():
+        while True:
+            item = q.get()
+            if item is None:
+                q.task_done()
+                return
+            got.append(item)
+            q.task_done()
+
+    workers = [in_thread(work) for _ in range(3)]
+    for i in range(30):
+        q.put(i)
+    q.join()
+    assert sorted(got) == list(range(30))
+    assert q.unfinished_tasks == 0
+    for _ in workers:
+        q.put(None)
+    for worker in workers:
+        worker.join()
+    q.join()
+    with pytest.raises(ValueError, match="too many"):
+        q.task_done()
+    q.close()
+
+
+def put_then_die(pipe, path):
+    from weclaw_embedded import threads
+
+    q = threads.Queue(path=path)
+    for i in range(4):
+        q.put(i)
+    q.get()
+    q.task_done()
+    q.get()
+    pipe.send("now")
+    time.sleep(60)
+
+
+def test_items_survive_a_kill_and_only_those_done_are_gone(path):
+    """After kill -9 everything that was put and not `task_done` is there, in order."""
+    with Child(put_then_die, path) as child:
+        assert child.hear() == "now"
+        child.kill()
+    q = threads.Queue(path=path)
+    assert (q.unfinished_tasks, q.qsize()) == (3, 3)
+    assert [q.get() for _ in range(3)] == [1, 2, 3]
+    q.close()
+
+
+def test_task_done_settles_the_item_of_the_calling_thread(path):
+    """Another thread's item stays held."""
+    q = threads.Queue(path=path)
+    q.put("theirs")
+    q.put("mine")
+    in_thread(q.get).join()
+    q.get()
+    q.task_done()
+    with weclaw.Queue(path) as plain:
+        assert (plain.stats().leased, plain.stats().settled) == (1, 1)
+    q.close()
+
+
+def test_task_done_settles_the_item_its_context_inherited(path):
+    """A function run in a copy of the context is done with the item of that context."""
+    q = threads.Queue(path=path)
+    q.put(1)
+    q.put(2)
+    in_thread(q.get).join()
+    q.get()
+    context = contextvars.copy_context()
+    in_thread(context.run, q.task_done).join()
+    with weclaw.Queue(path) as plain:
+        assert plain.stats().settled == 1
+    q.task_done()  # counted: it is the only one that is out
+    with weclaw.Queue(path) as plain:
+        assert plain.stats().settled == 2
+    q.close()
+
+
+@pytest.mark.parametrize("immediate", [False, True])
+def test_shutdown_has_the_meaning_of_3_13_and_leaves_the_items(path, immediate):
+    """Those who wait are told within half a second, and nothing is taken off the disk."""
+    q = threads.Queue(2, path=path)
+    told = []
+
+    def wait(function, *args):
+        try:
+            function(*args)
+        except threads.ShutDown:
+            told.append(time.monotonic())
+
+    getters = [in_thread(wait, q.get) for _ in range(3)]
+    time.sleep(0.1)
+    assert not q.is_shutdown
+    started = time.monotonic()
+    q.shutdown(immediate)
+    for getter in getters:
+        getter.join()
+    assert len(told) == 3
+    assert max(told) - started < 0.5
+    q.close()
+
+    q = threads.Queue(2, path=path)
+    q.put(1)
+    q.put(2)
+    putter = in_thread(wait, q.put, 3)
+    time.sleep(0.1)
+    assert q.get() == 1
+    putter.join()
+    assert q.get() == 2
+    q.put(4)
+    q.shutdown(immediate)
+    for call in (lambda: q.put(5), lambda: q.put_nowait(5)):
+        with pytest.raises(threads.ShutDown):
+            call()
+    if immediate:
+        assert (q.qsize(), q.unfinished_tasks) == (0, 2)
+    else:
+        assert q.unfinished_tasks == 4
+        assert (q.get(), q.get_nowait()) == (3, 4)
+    with pytest.raises(threads.ShutDown):
+        q.get(timeout=5)
+    for _ in range(2 if immediate else 4):
+        q.task_done()
+    q.join()
+    q.close()
+    with weclaw.Queue(path) as plain:
+        assert plain.qsize() == (2 if immediate else 0)
+
+
+def test_waiting_has_an_end(path):
+    """Timeouts raise `Full` and `Empty`, which are those of `queue`; room that comes is used."""
+    q = threads.Queue(1, path=path)
+    with pytest.raises(queue.Empty):
+        q.get(timeout=0.05)
+    q.put(1)
+    with pytest.raises(queue.Full):
+        q.put(2, timeout=0.05)
+    with pytest.raises(queue.Full):
+        q.put(2, block=False)
+    with pytest.raises(ValueError, match="negative"):
+        q.get(timeout=-1)
+    threading.Timer(0.05, q.get).start()
+    q.put(2, timeout=5)
+    assert (q.get(), q.empty(), q.full()) == (2, True, False)
+    q.close()
+
+
+@pytest.mark.parametrize(
+    ("cls", "order"), [(threads.PriorityQueue, [1, 2, 3, 4]), (threads.LifoQueue, [4, 1, 2, 3])]
+)
+def test_other_orders_hold_over_restarts(path, cls, order):
+    """Priority and last-in-first-out orders are kept for what an earlier process has left."""
+    q = cls(path=path)
+    for i in (3, 2, 1, 4):
+        q.put(i)
+    q.close()
+    q = cls(path=path)
+    assert [q.get() for _ in range(4)] == order
+    q.close()
+
+
+def test_joins_wait_for_what_other_processes_hold(path):
+    """What is unfinished is what the file says, whoever has it."""
+    with weclaw.Queue(path) as plain:
+        plain.put("x")
+        q = threads.Queue(path=path)
+        joined = threading.Event()
+        joining = in_thread(lambda: (q.join(), joined.set()))
+        msg = plain.get()
+        assert not joined.wait(0.1)
+        msg.ack()
+        assert joined.wait(5)
+        joining.join()
+        q.close()
