@@ -1,0 +1,239 @@
+"""Imports point one way, each outside world has one door, and every module says what it is for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import weclaw_embedded
+
+PACKAGE = Path(weclaw_embedded.__file__).resolve().parent
+README = PACKAGE.parent.parent / "README.md"
+
+#: Bottom up. A module imports only from those above it in this list; those of one line are of one
+#: height and do not know each other, except where EXCEPTIONS says so.
+LAYERS = [
+    ["errors", "_version"],
+    ["_clock", "_files", "_format", "_values", "_jsonable"],
+    ["_codecs", "_record_types"],
+    ["_options", "_records"],
+    ["_segments"],
+    ["_scan"],
+    ["_reading", "_recovery"],
+    ["wal"],
+    ["_index_rows"],
+    ["_index_state"],
+    ["_index_moves"],
+    ["_index_change"],
+    ["_index_keep", "_index_notes", "_index_ask"],
+    ["_index_fold"],
+    ["_index"],
+    ["_wake", "_shared"],
+    ["_opening"],
+    ["_engine"],
+    ["_registry", "_readonly", "_delivery"],
+    ["_queries", "_reclaim", "_mend", "_order"],
+    ["_message"],
+    ["dlq", "_survey"],
+    ["queue"],
+    ["_store"],
+    ["_io"],
+    ["_async", "_dropin"],
+    ["_async_queue"],
+    ["aio", "threads", "worker"],
+    ["client"],
+    ["__init__"],
+]
+
+#: Imports against the direction, all of them inside a function or for type checkers only, and why.
+EXCEPTIONS = {
+    ("_engine", "_reclaim"): "upkeep runs by itself on the engine's timer",
+    ("queue", "_store"): "Queue(path) opens the store it belongs to",
+}
+
+#: What looks at the operating system's files beside `_files`, and why. Calls are of `os`, `shutil`,
+#: `tempfile`, `mmap`, `fcntl` and the builtin `open`; looking at names (os.stat, os.listdir,
+#: os.fstat) is no change and free to all.
+DOORS = {
+    "_clock": {"open": "the boot's id is a file of the kernel's"},
+    "_index": {
+        "os.open": "a descriptor of LMDB's own file, to keep room behind its last page",
+        "os.close": "the same",
+        "os.posix_fallocate": "the same",
+    },
+    "_shared": {
+        "os.open": "the page is made where it is, so that a full disk can be opened",
+        "os.close": "the page",
+        "mmap.mmap": "words shared by processes are memory, not a file",
+    },
+    "_opening": {
+        "os.mkdir": "the scratch folder",
+        "open": "the mark of a clean close is read",
+        "os.open": "the mark of a clean close",
+        "os.rename": "the mark of a clean close",
+        "shutil.rmtree": "an index that is not believed is deleted unopened",
+    },
+    "_readonly": {
+        "os.mkdir": "the index of a looker, in a folder of its own",
+        "os.access": "whether the page may be read",
+        "tempfile.mkdtemp": "the same",
+        "shutil.rmtree": "the same",
+    },
+    "_wake": {
+        "os.mkfifo": "pipes are no storage",
+        "os.open": "pipes",
+        "os.close": "pipes",
+        "os.read": "pipes",
+        "os.write": "pipes",
+        "os.unlink": "pipes",
+    },
+    "dlq": {
+        "open": "export writes a text file for the user, whole",
+        "os.fsync": "export",
+        "os.replace": "export",
+        "os.unlink": "export",
+    },
+}
+LOOKS = {"os.stat", "os.fstat", "os.listdir", "os.lstat", "os.getpid", "os.fspath", "os.fsdecode"}
+FREE = {"os.fsencode", "os.register_at_fork", "os.urandom", "os.cpu_count"}
+
+
+def modules() -> list[str]:
+    return sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{name}.py").read_text("utf-8"))
+
+
+def type_checking(tree: ast.Module) -> set[ast.AST]:
+    """What stands under `if TYPE_CHECKING:`, which is never run."""
+    found: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found.update(inner for part in node.body for inner in ast.walk(part))
+    return found
+
+
+def imports(name: str) -> list[tuple[str, bool]]:
+    """(module of the package, whether at the top of the file) of everything imported when run."""
+    found = []
+    parsed = tree(name)
+    unused = type_checking(parsed)
+    known = set(modules())
+    at_top = set(ast.iter_child_nodes(parsed))
+    for node in ast.walk(parsed):
+        if not isinstance(node, ast.ImportFrom) or node in unused:
+            continue
+        inside = node.level == 1 or (node.module or "").startswith("weclaw_embedded")
+        if not inside:
+            continue
+        target = (node.module or "").removeprefix("weclaw_embedded").lstrip(".").split(".")[0]
+        names = [target] if target else [alias.name for alias in node.names]
+        found += [(one if one in known else "__init__", node in at_top) for one in names]
+    return found
+
+
+def height(name: str) -> int:
+    return next(n for n, layer in enumerate(LAYERS) if name in layer)
+
+
+def test_every_module_has_its_place() -> None:
+    """The list of layers names each module of the package once."""
+    assert sorted(name for layer in LAYERS for name in layer) == modules()
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_point_one_way(name: str) -> None:
+    """A module imports only from those below it; the exceptions are reasoned and not at the top."""
+    for target, at_top in imports(name):
+        if (name, target) in EXCEPTIONS:
+            assert not at_top, f"{name} imports {target} at its top"
+        else:
+            assert height(target) < height(name), f"{name} imports {target}"
+
+
+def test_every_exception_is_still_one() -> None:
+    """What is no longer imported against the direction is no longer excused."""
+    for name, target in EXCEPTIONS:
+        assert any(one == target for one, _ in imports(name)), f"{name} no longer imports {target}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    """Its docstring begins with a sentence."""
+    said = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    if path.name == "_version.py":
+        return
+    assert said, path
+    assert len(said.split("\n\n")[0]) > 20, said
+
+
+def test_only_the_index_knows_lmdb() -> None:
+    """LMDB is imported by the files of the index and by nothing else."""
+    for path in PACKAGE.rglob("*.py"):
+        if re.search(r"^\s*(import|from) lmdb\b", path.read_text("utf-8"), re.MULTILINE):
+            assert path.stem.startswith("_index"), path
+
+
+def test_only_the_door_to_time_reads_the_clocks_that_are_written_down() -> None:
+    """Wall clock and boot time come from `_clock`; time.monotonic is for waiting only."""
+    for name in set(modules()) - {"_clock"}:
+        text = (PACKAGE / f"{name}.py").read_text("utf-8")
+        wall = re.findall(r"\btime\.(?:time|time_ns|clock_gettime\w*)\(", text)
+        # `_files` asks how old a leftover of a killed creator is.
+        assert len(wall) <= (1 if name == "_files" else 0), f"{name}: {wall}"
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name != "_files"])
+def test_files_are_changed_through_one_door(name: str) -> None:
+    """Nothing but `_files` opens, changes or syncs files, except what is reasoned above."""
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            first, _, second = called.partition(".")
+            of_files = first in ("os", "shutil", "tempfile", "fcntl") and "." not in second
+            if of_files or called == "mmap.mmap" or (called == "open" and name != "_store"):
+                found.add(called)
+    found -= LOOKS | FREE
+    allowed = set(DOORS.get(name, {}))
+    assert found <= allowed, f"{name} goes past the door: {sorted(found - allowed)}"
+    assert allowed <= found, f"{name} no longer needs: {sorted(allowed - found)}"
+
+
+def test_all_is_sorted_and_is_what_is_public() -> None:
+    """`__all__` of the package: each name once, in order, and every public name is in it."""
+    names = weclaw_embedded.__all__
+    assert names == sorted(set(names), key=names.index)
+    assert names == sorted(names)
+    # Modules are attributes of their package once they are imported.
+    public = {
+        name
+        for name, value in vars(weclaw_embedded).items()
+        if not name.startswith("_") and not isinstance(value, type(ast))
+    }
+    assert public == set(names) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", modules())
+def test_all_of_a_module_holds(name: str) -> None:
+    """Where a module has `__all__`, each of its names is there."""
+    module = __import__(f"weclaw_embedded.{name}", fromlist=["_"]) if name != "__init__" else None
+    for public in getattr(module, "__all__", []):
+        assert hasattr(module, public), f"{name}.{public}"
+
+
+def test_the_readmes_table_names_every_module() -> None:
+    """Reading the source begins with a table that is complete."""
+    section = README.read_text("utf-8").partition("## Reading the source")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    ranges = {"_index_rows": [n for n in modules() if n.startswith("_index_")]}
+    for first, covered in ranges.items():
+        if first in named:
+            named.update(covered)
+    missing = set(modules()) - named - {"__init__", "_version"}
+    assert not missing, f"README names no {sorted(missing)}"
