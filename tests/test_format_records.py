@@ -167,7 +167,7 @@ def test_the_documents_id_is_the_one_we_make() -> None:
     assert "personalisation `weclaw id`" in text
     salt = 0x5A17ED01
     digest = hashlib.blake2b(salt.to_bytes(8, "little"), digest_size=4, person=b"weclaw id")
-    assert _delivery.own_id(88, salt) == f"{88:012x}{digest.hexdigest()}"
+    assert _delivery.own_id(88, salt) == f"{88:014x}{digest.hexdigest()}"
 
 
 def test_the_documents_numbers_of_names_are_the_codes() -> None:

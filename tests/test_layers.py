@@ -73,7 +73,6 @@ DOORS = {
         "os.mkdir": "the scratch folder",
         "open": "the mark of a clean close is read",
         "os.open": "the mark of a clean close",
-        "os.rename": "the mark of a clean close",
         "shutil.rmtree": "an index that is not believed is deleted unopened",
     },
     "_readonly": {
@@ -83,7 +82,6 @@ DOORS = {
         "shutil.rmtree": "the same",
     },
     "_wake": {
-        "os.mkfifo": "pipes are no storage",
         "os.open": "pipes",
         "os.close": "pipes",
         "os.read": "pipes",
@@ -93,7 +91,6 @@ DOORS = {
     "dlq": {
         "open": "export writes a text file for the user, whole",
         "os.fsync": "export",
-        "os.replace": "export",
         "os.unlink": "export",
     },
 }

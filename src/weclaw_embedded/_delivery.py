@@ -328,7 +328,7 @@ def _id_of(session: Session, offset: int) -> str:
     last = session.engine.last_digest
     if last[0] != segment:
         last = session.engine.last_digest = (segment, _digest(log.salt(offset)))
-    return f"{offset:012x}{last[1]}"
+    return f"{offset:014x}{last[1]}"
 
 
 def own_id(offset: int, salt: int) -> str:
@@ -336,7 +336,7 @@ def own_id(offset: int, salt: int) -> str:
     that a power cut took back is not answered for. The salt itself stays unknown to whoever
     writes bodies: with it, bytes inside a body could pass for a frame.
     """
-    return f"{offset:012x}{_digest(salt)}"
+    return f"{offset:014x}{_digest(salt)}"
 
 
 @lru_cache(maxsize=4096)

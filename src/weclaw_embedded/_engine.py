@@ -73,6 +73,9 @@ ALL: Final = (1 << 64) - 1
 _NO_LIMIT: Final = "none"
 # How long a waiter sleeps before it looks whether the owner of a lease has died.
 DEATH_CHECK_S: Final = 0.25
+# Of what a process wrote itself, so much is applied from memory instead of read back.
+_MOST_REMEMBERED: Final = 64
+_LARGEST_REMEMBERED: Final = 65536
 # Bytes of the log that are folded in one transaction of the index.
 _FOLD_BYTES: Final = 256 << 20
 # How long after something was settled space is looked for that can be given back.
@@ -169,6 +172,7 @@ class Session:
     def finish(self) -> None:
         """Write what was appended and keep what the index learned."""
         engine = self.engine
+        before = self.page.words[TAIL]
         if self._appended:
             if self._sync_from:
                 # Before the write, so that no moment exists in which it could be delivered.
@@ -182,7 +186,10 @@ class Session:
         for step in self.after_write:
             step()
         tx = self._tx
-        if tx is not None:
+        if tx is None:
+            if self._appended:
+                engine.remember_written(before, self.now_us, self._appended)
+        else:
             if self._applied < len(self._appended):
                 self._apply(tx)
             self._tx = None
@@ -258,6 +265,8 @@ class Engine:
         self.closed = False
         self.waker = Waker(self.directory, self.slot, self.fd)
         self.timer = Timer("weclaw-timer")
+        # Apart from the timer, whose thread may be busy with a slow disk or a user's callback.
+        self.renewals = Timer("weclaw-renewals")
         self.io: Any = None  # what serves event loops, made by `_io` when first needed
         # Leases of this process: (gid, offset) -> the record that would hand it back.
         self.held: dict[tuple[int, int], Any] = {}
@@ -279,6 +288,9 @@ class Engine:
         self._watch, self._sync_watch = _poll_of(self._watch_fd), _poll_of(self._watch_fd)
         self._flush_due = False
         self._unsynced = 0
+        # What this process wrote last, from one offset to another, and is not in the index yet.
+        self._written: list[tuple[int, int, bytes]] = []
+        self._written_from = self._written_to = -1
         self._next_probe = 0
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
@@ -397,12 +409,31 @@ class Engine:
         tail = self.page.words[TAIL]
         if not applied or applied < self.log.head_offset:
             self.fold_all(tx)
+        elif applied == self._written_from and tail == self._written_to:
+            # All that is new is our own: no need to read it back.
+            for offset, time_us, record in self._written:
+                tx.apply(offset, time_us, record)
         elif applied < tail:
             last = _Last(tail)
             frames = self.log.frames(applied, tail, on_damage=self._damage_noter(tx))
             tx.apply_many(last.until_enough(frames))
             if last.end == tail:
                 self.log.remember_last(tail, last.offset)
+
+    def remember_written(
+        self, start: int, time_us: int, appended: Sequence[tuple[int, Record]]
+    ) -> None:
+        """Keep a little of what this process wrote and the index does not have yet."""
+        if start != self._written_to or len(self._written) >= _MOST_REMEMBERED:
+            self._written = []
+            self._written_from = start
+        self._written_to = self.page.words[TAIL]
+        for offset, record in appended:
+            whole = bytes(record[0]) if len(record) == 1 else b"".join(record)
+            if len(whole) > _LARGEST_REMEMBERED:
+                self._written_to = -1
+                return
+            self._written.append((offset, time_us, whole))
 
     def fold_all(self, tx: Tx) -> None:
         """Apply the whole log, beginning with what a checkpoint knows of the time before what is
@@ -822,6 +853,7 @@ class Engine:
                     self.flush()
         finally:
             self.timer.close()
+            self.renewals.close()
             self.waker.close()
             with self._lock:
                 self.closed = True

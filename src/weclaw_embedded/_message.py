@@ -307,7 +307,7 @@ class _Renewal:
         self._plan()
 
     def _plan(self) -> None:
-        self._engine.timer.call_at(time.monotonic() + self._seconds / 3, self._renew)
+        self._engine.renewals.call_at(time.monotonic() + self._seconds / 3, self._renew)
 
     def _renew(self) -> None:
         if self._stopped.is_set():

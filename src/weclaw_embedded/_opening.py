@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import struct
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,6 +49,8 @@ OWNER: Final = LOCKS_AT + 16
 
 PAGE_NAME: Final = "page"
 INDEX_NAME: Final = "index"
+# How long two who came at once try again before the scratch folder counts as deleted.
+_PATIENCE_S: Final = 2.0
 CLEAN_NAME: Final = "clean"
 _LMDB_MAGIC: Final = 0xBEEFC0DE
 
@@ -78,18 +82,22 @@ def open_shared(path: str, segment_bytes: int | None, default_segment_bytes: int
     Blocks while another process recovers the file. Raises what contract 2 and 9 name.
     """
     refuse_network(path)
+    give_up_s = time.monotonic() + _PATIENCE_S
     while True:
         if is_new(path):
             create(path, segment_bytes or default_segment_bytes)
         fd = _files.open_rw(path)
         try:
-            opened = _open_fd(path, fd, segment_bytes)
+            opened = _open_fd(path, fd, segment_bytes, time.monotonic() > give_up_s)
         except BaseException:
             _files.close(fd)
             raise
         if opened is not None:
             return opened
-        _files.close(fd)  # the name got another file meanwhile: begin again
+        # The name got another file meanwhile, or two came at once to a file whose first opener
+        # had just died: begin again.
+        _files.close(fd)
+        time.sleep(random.uniform(0.001, 0.02))
 
 
 def refuse_network(path: str) -> None:
@@ -124,7 +132,7 @@ def read_header(fd: int, path: str) -> FileHeader:
     return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
 
 
-def _open_fd(path: str, fd: int, segment_bytes: int | None) -> Opened | None:
+def _open_fd(path: str, fd: int, segment_bytes: int | None, last_try: bool) -> Opened | None:
     header = read_header(fd, path)
     if segment_bytes is not None and segment_bytes != header.segment_bytes:
         raise ValueError(
@@ -144,7 +152,9 @@ def _open_fd(path: str, fd: int, segment_bytes: int | None) -> Opened | None:
             # Not the conversion of the shared lock, which two could wait for at once.
             _files.unlock(fd, IN_USE)
             if not _files.try_lock(fd, IN_USE, True):
-                _refuse_attach(path, page)
+                if page is not None or last_try:
+                    _refuse_attach(path, page)
+                return None
         return _open_first(path, fd, header, directory)
     log = Log(fd, header, page)
     index = Index.open(os.path.join(directory, INDEX_NAME), create=False)
@@ -200,7 +210,6 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
     page = SharedPage.create(os.path.join(directory, PAGE_NAME), fd)
     index: Index | None = None
     try:
-        page.stamp(header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd))
         _remove_pipes(directory)
         log = Log(fd, header, page)
         index, recovery = _recover(directory, log, commit, same_boot, failed)
@@ -213,6 +222,8 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
         # Within a boot the clock goes on as it was, whatever became of the wall clock.
         page.shift = _new_shift(log) if shift is None else shift
         slot, token = take_owner_slot(fd, page)
+        # Last of all: whoever finds the stamp takes the rest for true.
+        page.stamp(header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd))
         _files.lock(fd, IN_USE, False)
     except BaseException:
         page.close()
@@ -374,8 +385,7 @@ def write_clean_mark(directory: str) -> None:
         _files.sync_data(fd)
     finally:
         _files.close(fd)
-    os.rename(path + ".new", path)
-    _files.sync_dir(directory)
+    _files.replace(path + ".new", path)
 
 
 def read_clean_mark(directory: str) -> tuple[int, int, int] | None:

@@ -18,7 +18,7 @@ from ._shared import mask_of
 from ._wake import Waiter
 from .errors import CorruptError
 
-_OWN_ID_DIGITS: Final = 20
+_OWN_ID_DIGITS: Final = 22
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -69,10 +69,11 @@ def find(session: Session, tid: int, id: str) -> int | None:
     tx = session.tx
     offset = tx.find_id(tid, id)
     if offset is not None:
-        return offset
+        kept = offset >= session.log.head_offset or tx.location(offset) is not None
+        return offset if kept else None
     if len(id) != _OWN_ID_DIGITS or not _HEX.issuperset(id):
         return None
-    offset = int(id[:12], 16)
+    offset = int(id[:14], 16)
     log = session.log
     if offset >= log.pending_tail:
         return None
@@ -171,7 +172,10 @@ def state_of(session: Session, group: GroupState, offset: int) -> str:
         put = _records.unpack_put(session.engine.put_and_time(place(session, offset)[0])[0])
         return put.priority
 
-    state = session.tx.state(group, offset, priority_of)
+    try:
+        state = session.tx.state(group, offset, priority_of)
+    except LookupError:
+        return "unknown"  # kept no more
     return state if state in ("ready", "delayed", "leased", "done", "dead") else "unknown"
 
 

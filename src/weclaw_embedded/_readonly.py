@@ -93,9 +93,11 @@ class ReadonlyEngine(Engine):
             _files.close(self.fd)
             raise
         self.index = Index.open(self._own, create=True)
-        self.timer = Timer("weclaw-timer")
+        self.timer = self.renewals = Timer("weclaw-timer")
         self.held = {}
         self.suspects = {}
+        self._written = []
+        self._written_from = self._written_to = -1
         self._watch_fd = -1
         self._watch = self._sync_watch = None
         self.handles = 1

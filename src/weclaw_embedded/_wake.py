@@ -81,7 +81,7 @@ class Waker:
     def _start(self) -> None:
         path = self._path(self._slot)
         try:
-            os.mkfifo(path, 0o600)
+            _files.make_fifo(path)
             _files.match_owner_and_mode(path, self._like_fd)
         except FileExistsError:
             pass  # of a process that was killed; the slot is ours now

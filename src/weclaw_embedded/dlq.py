@@ -15,7 +15,7 @@ from datetime import datetime
 from itertools import islice
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
-from . import _records
+from . import _files, _records
 from ._engine import SYNC
 from ._jsonable import dumps, jsonable
 from ._message import Content, to_datetime
@@ -330,7 +330,7 @@ def write_letters(
                 done += 1
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        _files.replace(temporary, os.path.abspath(target))
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
