@@ -262,7 +262,7 @@ _SWITCHES: Final = {
 }
 
 
-def _parse_seconds(text: str, plain: float = 1.0) -> float:
+def parse_seconds(text: str, plain: float = 1.0) -> float:
     match = _DURATION.fullmatch(text.lower())
     unit = plain if match and not match[2] else match and _UNITS.get(match[2])
     if not match or not unit:
@@ -272,7 +272,7 @@ def _parse_seconds(text: str, plain: float = 1.0) -> float:
 
 
 def _parse_ms(text: str) -> float:
-    return _parse_seconds(text, plain=1e-3) * 1000
+    return parse_seconds(text, plain=1e-3) * 1000
 
 
 def _parse_int(text: str) -> int:
@@ -311,9 +311,9 @@ class _Option(NamedTuple):
 
 _RETRY: Final = (
     _Option("max_retries", 3, _count(0), "MAX_RETRIES", _parse_int),
-    _Option("backoff", 5.0, check_seconds, "RETRY_BACKOFF", _parse_seconds),
+    _Option("backoff", 5.0, check_seconds, "RETRY_BACKOFF", parse_seconds),
     _Option("multiplier", 2.0, _factor, "RETRY_BACKOFF_MULTIPLIER", _parse_float),
-    _Option("max_backoff", 60.0, check_seconds, "RETRY_BACKOFF_MAX", _parse_seconds),
+    _Option("max_backoff", 60.0, check_seconds, "RETRY_BACKOFF_MAX", parse_seconds),
     _Option("jitter", 0.0, _share),
     _Option("max_crashes", 3, _count(0)),
 )
@@ -322,7 +322,7 @@ _STORE: Final = (
     _Option("flush", "sync", _one_of("sync", "batch", "os"), "FLUSH_MODE", str.lower),
     _Option("flush_interval_ms", 500, _interval_ms, "FLUSH_INTERVAL_MS", _parse_ms),
     _Option("flush_messages", 1000, _count(1), "FLUSH_MESSAGES", _parse_int),
-    _Option("retention", 48 * 3600.0, _retention, "RETENTION", _parse_seconds),
+    _Option("retention", 48 * 3600.0, _retention, "RETENTION", parse_seconds),
     _Option("retention_bytes", 256 * 2**20, _optional(_count(0, 2**63 - 1))),
     _Option("max_bytes", None, _optional(_count(1, 2**63 - 1))),
     _Option("max_message_bytes", 16 * 2**20, _count(1, MAX_MESSAGE_BYTES)),

@@ -19,6 +19,7 @@ from .errors import CorruptError
 if TYPE_CHECKING:
     from ._engine import Session
     from ._store import Store
+    from .dlq import DeadLetter
     from .queue import Queue
 
 _DIFFERENCES: Final = 100
@@ -92,15 +93,31 @@ def held(queue: Queue, n: int) -> list[Held]:
 
 
 def deaths(queue: Queue) -> list[tuple[int, int]]:
-    """(offset, time of death in us) of every dead letter; together they name one death."""
+    """(offset, time of death in us) of every dead letter; together they name one death.
+
+    Who may not write is told only what is written: a death judged by the look itself would have
+    another time at each look.
+    """
 
     def look(session: Session) -> list[tuple[int, int]]:
-        group = queue._swept(session)
+        if session.may_write:
+            group = queue._swept(session)
+        else:
+            group = _delivery.seen_by(session, queue._address)
         if group is None:
             return []
         return [(row[0], row[3]) for row in session.tx.dead(group.gid)]
 
     return queue._run(look)
+
+
+def letter_at(queue: Queue, offset: int, died_us: int) -> DeadLetter | None:
+    """The letter of that death; None if it was redriven or purged since."""
+    try:
+        letter = queue.dlq._at(offset)
+    except KeyError:
+        return None
+    return letter if letter._died_us == died_us else None
 
 
 # -- what arrives ----------------------------------------------------------------------------------
@@ -140,8 +157,10 @@ def arrived(store: Store, start: int, until: int) -> Iterator[tuple[str, Content
             at = max(at + 1, log.head_offset)
 
 
-def before(store: Store, n: int, until: int) -> int:
-    """An offset from which on there are the last `n` puts before `until`, if so many are kept."""
+def before(store: Store, n: int, until: int, topic: str | None = None) -> int:
+    """The offset from which on there are the last `n` puts (of a topic) before `until`; of all that
+    is kept, if there are not so many.
+    """
     if not n:
         return until
     log = store._engine.log
@@ -149,7 +168,11 @@ def before(store: Store, n: int, until: int) -> int:
     wanted = 1
     while segments:
         start = segments[-min(wanted, len(segments))] << log.bits
-        offsets = [content.offset for _, content in arrived(store, start, until)]
+        offsets = [
+            content.offset
+            for name, content in arrived(store, start, until)
+            if topic in (None, name)
+        ]
         if len(offsets) >= n:
             return offsets[-n]
         if wanted >= len(segments):

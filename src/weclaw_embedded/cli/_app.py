@@ -10,7 +10,20 @@ from collections.abc import Sequence
 import click
 
 from weclaw_embedded._version import __version__
-from weclaw_embedded.cli import control, demo, dlq, look, mend, put, work
+from weclaw_embedded.cli import (
+    bench,
+    complete,
+    control,
+    copies,
+    demo,
+    dlq,
+    live,
+    look,
+    mend,
+    metrics,
+    put,
+    work,
+)
 from weclaw_embedded.errors import WeclawError
 
 __all__ = ["app", "run"]
@@ -29,7 +42,9 @@ def app(debug: bool) -> None:
     """
 
 
-for _group in (look, put, work, dlq, control, mend, demo):
+_GROUPS = (look, live, put, work, dlq, control, mend, copies, metrics, bench, demo, complete)
+
+for _group in _GROUPS:
     for _command in _group.COMMANDS:
         app.add_command(_command)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -24,12 +24,16 @@ from rich.table import Table
 from rich.text import Text
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _options, _survey
 from weclaw_embedded._jsonable import dumps, jsonable
 
 __all__ = [
+    "DURATION",
     "Failure",
+    "Place",
     "age",
     "ask",
+    "console",
     "count",
     "excerpt",
     "fail",
@@ -40,12 +44,14 @@ __all__ = [
     "looking",
     "must_exist",
     "opened",
+    "places",
     "plain",
     "print_json",
     "print_table",
     "progress_bar",
     "queue_of",
     "readonly_option",
+    "short",
     "size",
     "topic_option",
     "when",
@@ -70,14 +76,51 @@ def fail(message: str) -> NoReturn:
 
 # Options.
 
+
+class _Duration(click.ParamType):  # type: ignore[type-arg]  # generic in some versions
+    name = "duration"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        try:
+            return _options.parse_seconds(value)
+        except ValueError as error:
+            self.fail(f"{value!r} {error}", param, ctx)
+
+
+#: Seconds, or 30s, 10m, 48h, 7d.
+DURATION = _Duration()
+
+
+def _complete_place(index: int) -> Callable[..., list[str]]:
+    """Names of topics (0) or groups (1), for the shell; nothing when the file can't be read."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        with contextlib.suppress(Exception), looking(ctx.params["file"], readonly=False) as store:
+            names = {str(place[index]) for place in places(store, None, None)}
+            return sorted(name for name in names if name.startswith(incomplete))
+        return []
+
+    return complete
+
+
 file_argument: Callable[[Command], Command] = click.argument(
     "file", type=click.Path(dir_okay=False)
 )
 topic_option: Callable[[Command], Command] = click.option(
-    "--topic", default="default", show_default=True, help="The topic."
+    "--topic",
+    default="default",
+    show_default=True,
+    help="The topic.",
+    shell_complete=_complete_place(0),
 )
 group_option: Callable[[Command], Command] = click.option(
-    "--group", default="default", show_default=True, help="The consumer group."
+    "--group",
+    default="default",
+    show_default=True,
+    help="The consumer group.",
+    shell_complete=_complete_place(1),
 )
 json_option: Callable[[Command], Command] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for programs."
@@ -117,9 +160,37 @@ def opened(file: str, *, readonly: bool = False, create: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def looking(file: str, *, readonly: bool) -> Iterator[weclaw.Store]:
-    """The store, only to be looked at: a file that we may not write is opened readonly."""
-    with opened(file, readonly=readonly or not os.access(file, os.W_OK)) as store:
+    """The store, only to be looked at: where we may not write, it is opened readonly."""
+    with opened(file, readonly=readonly or not _may_write(file)) as store:
         yield store
+
+
+def _may_write(file: str) -> bool:
+    real = os.path.realpath(file)
+    scratch = f"{real}.d"
+    beside = scratch if os.path.isdir(scratch) else os.path.dirname(real)
+    return os.access(real, os.W_OK) and os.access(beside, os.W_OK)
+
+
+class Place(NamedTuple):
+    """A topic as one group sees it."""
+
+    topic: str
+    group: str
+    paused: bool
+
+
+def places(store: weclaw.Store, topic: str | None, group: str | None) -> list[Place]:
+    """Every topic and group there is, or those chosen; a topic nobody has read yet is seen by the
+    group it waits for.
+    """
+    found = [Place(one.topic, one.group, one.paused) for one in store.groups()]
+    read = {one.topic for one in found}
+    found += [
+        Place(name, group or "default", False) for name in _survey.topics(store) if name not in read
+    ]
+    chosen = [one for one in found if topic in (None, one.topic) and group in (None, one.group)]
+    return sorted(chosen) or [Place(topic or "default", group or "default", False)]
 
 
 def queue_of(store: weclaw.Store, topic: str, group: str, **options: Any) -> weclaw.Queue:
@@ -176,6 +247,15 @@ def age(seconds: float | None) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.1f} s"
+
+
+def short(number: float) -> str:
+    """A number in at most six signs."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < (100_000 if not unit else 10_000):
+            return f"{number:.0f}{unit}"
+        number /= 1000
+    return f"{number:.0f}T"
 
 
 def size(number: int | None) -> str:
@@ -242,19 +322,23 @@ def print_table(
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
-    """Yield update(completed=…, total=…, label=…); shown on a terminal and nowhere else."""
+def progress_bar(label: str, total: int | None, *, pulse: bool = False) -> Iterator[Any]:
+    """Yield update(completed=…, total=…, label=…); shown on a terminal and nowhere else.
+
+    With `pulse` there is nothing to count: it only shows that work goes on.
+    """
     if not sys.stderr.isatty():
         yield lambda **_: None
         return
+    counted = () if pulse else (MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
-        MofNCompleteColumn(),
+        *counted,
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
         console=console(err=True),
         expand=False,
+        transient=pulse,
     ) as progress:
         task = progress.add_task(label, total=total)
 

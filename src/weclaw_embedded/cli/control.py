@@ -1,9 +1,15 @@
-"""pause, resume, cancel, purge: what flows."""
+"""pause, resume, cancel, replay, purge: what flows."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
 import click
 
+from weclaw_embedded._options import parse_seconds
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -11,12 +17,12 @@ __all__ = ["COMMANDS"]
 
 @click.command()
 @common.file_argument
-@click.argument("seconds", type=click.FloatRange(min=0, min_open=True))
+@click.argument("seconds", type=common.DURATION)
 @click.option("--reason", help="Why; kept with the pause.")
 @common.topic_option
 @common.group_option
 def pause(file: str, seconds: float, reason: str | None, topic: str, group: str) -> None:
-    """Deliver nothing from FILE for SECONDS. Every process sees it."""
+    """Deliver nothing from FILE for SECONDS (or 10m, 2h). Every process sees it."""
     with common.opened(file) as store:
         common.queue_of(store, topic, group).pause(seconds, reason)
     click.echo(f"paused for {common.age(seconds)}; 'weclawctl resume' ends it sooner")
@@ -55,6 +61,71 @@ def cancel(file: str, id: str, topic: str, as_json: bool) -> int:
 
 @click.command()
 @common.file_argument
+@click.option("--offset", help="All from this offset on; 'earliest': all that are kept.")
+@click.option(
+    "--since",
+    help="All put since then: a duration ago (2h), or a time (2026-01-31T08:00, UTC).",
+)
+@click.option("--id", "ids", multiple=True, metavar="ID", help="This one; may be repeated.")
+@common.topic_option
+@common.group_option
+@common.json_option
+def replay(
+    file: str,
+    offset: str | None,
+    since: str | None,
+    ids: tuple[str, ...],
+    topic: str,
+    group: str,
+    as_json: bool,
+) -> int:
+    """Let settled messages of FILE flow again through this group, in the order of their puts.
+
+    Their old results are gone; dead letters stay dead (see 'dlq redrive').
+    """
+    if sum((offset is not None, since is not None, bool(ids))) != 1:
+        raise click.UsageError("give one of --offset, --since, --id")
+    chosen: dict[str, Any] = {"ids": list(ids)}
+    if offset is not None:
+        chosen = {"offset": _offset(offset)}
+    elif since is not None:
+        chosen = {"since": _moment(since)}
+    with common.opened(file) as store, common.progress_bar("replay", None, pulse=True):
+        number = common.queue_of(store, topic, group).replay(**chosen)
+    if as_json:
+        common.print_json({"replayed": number})
+    else:
+        click.echo(f"{common.count(number, 'message')} flow again")
+    missing = len(set(ids)) - number
+    if missing > 0:
+        common.fail(f"{missing} of those named are not settled messages of this group")
+    return 0
+
+
+def _offset(text: str) -> int | str:
+    if text == "earliest":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise click.UsageError(f"{text!r} is neither an offset nor 'earliest'") from None
+
+
+def _moment(text: str) -> datetime:
+    """A time, or how long ago; naive times are UTC, as all times that are printed."""
+    with contextlib.suppress(ValueError):
+        return datetime.now(timezone.utc) - timedelta(seconds=parse_seconds(text))
+    try:
+        moment = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
+    except ValueError:
+        raise click.UsageError(
+            f"{text!r} is neither a duration (90s, 2h) nor a time (2026-01-31T08:00)"
+        ) from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
+
+
+@click.command()
+@common.file_argument
 @common.yes_option
 @common.topic_option
 @common.group_option
@@ -66,7 +137,8 @@ def purge(file: str, yes: bool, topic: str, group: str, as_json: bool) -> None:
         number = queue.qsize()
         where = f"topic {topic!r}, group {group!r}"
         if number:
-            common.ask(f"Take {common.count(number, 'message')} of {where} away for good?", yes=yes)
+            question = f"Take {common.count(number, 'message')} of {where} away for good?"
+            common.ask(common.plain(question), yes=yes)
         purged = queue.purge()
     if as_json:
         common.print_json({"purged": purged})
@@ -74,4 +146,4 @@ def purge(file: str, yes: bool, topic: str, group: str, as_json: bool) -> None:
         click.echo(f"{common.count(purged, 'message')} purged")
 
 
-COMMANDS = [pause, resume, cancel, purge]
+COMMANDS = [pause, resume, cancel, replay, purge]

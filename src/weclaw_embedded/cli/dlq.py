@@ -4,13 +4,73 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any, TypeVar
 
 import click
 
+import weclaw_embedded as weclaw
 from weclaw_embedded.cli import _common as common
+from weclaw_embedded.cli.watch import watch
+from weclaw_embedded.dlq import write_letters
 
 __all__ = ["COMMANDS"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _filters(command: Command) -> Command:
+    """The options that choose letters; they come as `reason`, `older_than`, `newer_than`."""
+    for option in (
+        click.option("--newer-than", type=common.DURATION, help="Died at most so long ago."),
+        click.option("--older-than", type=common.DURATION, help="Died at least so long ago: 2h."),
+        click.option("--reason", help="Only those with this text in their reason, in any case."),
+    ):
+        command = option(command)
+    return command
+
+
+class _Choice:
+    """Which letters are meant: those named, and of these those that pass the filters."""
+
+    def __init__(
+        self,
+        ids: tuple[str, ...],
+        reason: str | None,
+        older_than: float | None,
+        newer_than: float | None,
+    ) -> None:
+        self.ids = list(dict.fromkeys(ids))
+        now = datetime.now(timezone.utc)
+        self._reason = None if reason is None else reason.casefold()
+        self._before = None if older_than is None else now - timedelta(seconds=older_than)
+        self._after = None if newer_than is None else now - timedelta(seconds=newer_than)
+        self.filters = reason is not None or older_than is not None or newer_than is not None
+
+    @property
+    def everything(self) -> bool:
+        return not self.ids and not self.filters
+
+    def of(self, dead: weclaw.DeadLetterQueue) -> Iterator[weclaw.DeadLetter]:
+        return filter(self._passes, self._named(dead) if self.ids else dead)
+
+    def chosen(self, dead: weclaw.DeadLetterQueue, limit: int | None = None) -> list[str]:
+        return [letter.id for letter in itertools.islice(self.of(dead), limit)]
+
+    def _named(self, dead: weclaw.DeadLetterQueue) -> Iterator[weclaw.DeadLetter]:
+        for id in self.ids:
+            try:
+                yield dead.get(id)
+            except KeyError:
+                pass  # counted by the caller, who knows how many were named
+
+    def _passes(self, letter: weclaw.DeadLetter) -> bool:
+        return (
+            (self._reason is None or self._reason in (letter.reason or "").casefold())
+            and (self._before is None or letter.died_at <= self._before)
+            and (self._after is None or letter.died_at >= self._after)
+        )
 
 
 @click.group()
@@ -20,38 +80,63 @@ def dlq() -> None:
 
 @dlq.command("list")
 @common.file_argument
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("-n", "--limit", type=click.IntRange(min=1), default=1000, show_default=True)
+@_filters
 @common.topic_option
 @common.group_option
 @common.json_option
 @common.readonly_option
-def list_(file: str, limit: int, topic: str, group: str, as_json: bool, readonly: bool) -> None:
-    """List the dead letters of FILE, oldest first."""
+def list_(
+    file: str,
+    limit: int,
+    reason: str | None,
+    older_than: float | None,
+    newer_than: float | None,
+    topic: str,
+    group: str,
+    as_json: bool,
+    readonly: bool,
+) -> None:
+    """List the dead letters of FILE, in the order of their puts."""
+    choice = _Choice((), reason, older_than, newer_than)
     with common.looking(file, readonly=readonly) as store:
         dead = common.queue_of(store, topic, group).dlq
+        letters = list(itertools.islice(choice.of(dead), limit + 1))
         total = len(dead)
-        letters = list(itertools.islice(dead, limit))
+        elsewhere = [
+            (one, number)
+            for one in common.places(store, None, None)
+            if (one.topic, one.group) != (topic, group)
+            and (number := len(common.queue_of(store, one.topic, one.group).dlq))
+        ]
+    more = len(letters) > limit
+    del letters[limit:]
     if as_json:
         common.print_json([letter.to_dict() for letter in letters])
         return
-    if not letters:
-        click.echo("no dead letters")
-        return
-    common.print_table(
-        ["id", "died (UTC)", ("retries", "right"), "reason"],
-        [
-            (
-                letter.id,
-                common.when(letter.died_at)[:16],
-                letter.retry_count,
-                common.excerpt(letter.reason or "-", 120),
-            )
-            for letter in letters
-        ],
-    )
-    click.echo("'weclawctl dlq show FILE ID' has the body and every failure")
-    if total > len(letters):
-        click.echo(f"{len(letters)} of {common.count(total, 'letter')}; see more with --limit")
+    if letters:
+        common.print_table(
+            ["id", "died (UTC)", ("retries", "right"), "reason"],
+            [
+                (
+                    letter.id,
+                    common.when(letter.died_at)[:16],
+                    letter.retry_count,
+                    common.excerpt(letter.reason or "-", 120),
+                )
+                for letter in letters
+            ],
+        )
+        click.echo("'weclawctl dlq show FILE ID' has the body and every failure")
+    else:
+        click.echo("no dead letters that pass" if total and choice.filters else "no dead letters")
+    if more:
+        click.echo(f"the first {limit} of {common.count(total, 'letter')}; more with --limit")
+    for one, number in elsewhere:
+        click.echo(
+            common.plain(f"{common.count(number, 'letter')} in topic {one.topic!r}, group ")
+            + common.plain(f"{one.group!r}: --topic, --group")
+        )
 
 
 @dlq.command()
@@ -97,8 +182,10 @@ def show(file: str, id: str, topic: str, group: str, as_json: bool, readonly: bo
 @dlq.command()
 @common.file_argument
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--limit", type=click.IntRange(min=1), help="At most so many.")
-@click.option("--dry-run", is_flag=True, help="Only say how many it would be.")
+@click.option("-n", "--limit", type=click.IntRange(min=1), help="At most so many.")
+@click.option("--all", "everything", is_flag=True, help="All of them; the default.")
+@click.option("--dry-run", is_flag=True, help="Only show which they would be.")
+@_filters
 @common.topic_option
 @common.group_option
 @common.json_option
@@ -106,73 +193,121 @@ def redrive(
     file: str,
     ids: tuple[str, ...],
     limit: int | None,
+    everything: bool,
     dry_run: bool,
+    reason: str | None,
+    older_than: float | None,
+    newer_than: float | None,
     topic: str,
     group: str,
     as_json: bool,
 ) -> None:
-    """Put dead letters of FILE back into the queue: those named, else all."""
-    with common.opened(file) as store:
+    """Put dead letters of FILE back into the queue: those named or chosen, else all."""
+    choice = _Choice(ids, reason, older_than, newer_than)
+    if everything and not choice.everything:
+        raise click.UsageError("--all goes with neither ids nor filters")
+    # A dry run changes nothing, so it may look where nobody may write.
+    opening = common.looking(file, readonly=False) if dry_run else common.opened(file)
+    with opening as store:
         dead = common.queue_of(store, topic, group).dlq
         if dry_run:
-            there = len(dead) if not ids else sum(_is_there(dead, id) for id in set(ids))
-            number = there if limit is None else min(there, limit)
+            chosen = choice.chosen(dead, limit)
+            number = len(chosen)
+        elif choice.everything:
+            number = dead.redrive(limit=limit)
         else:
-            number = dead.redrive(list(ids) or None, limit=limit)
-    _report("redriven", number, ids, limit, dry_run=dry_run, as_json=as_json)
+            chosen = choice.chosen(dead, limit)
+            number = dead.redrive(chosen) if chosen else 0
+    if dry_run and not as_json:
+        for id in chosen:
+            click.echo(common.plain(id))
+    _report("redriven", number, choice, limit, dry_run=dry_run, as_json=as_json)
 
 
 @dlq.command()
 @common.file_argument
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @common.yes_option
+@_filters
 @common.topic_option
 @common.group_option
 @common.json_option
 def purge(
-    file: str, ids: tuple[str, ...], yes: bool, topic: str, group: str, as_json: bool
+    file: str,
+    ids: tuple[str, ...],
+    yes: bool,
+    reason: str | None,
+    older_than: float | None,
+    newer_than: float | None,
+    topic: str,
+    group: str,
+    as_json: bool,
 ) -> None:
-    """Take dead letters of FILE away for good: those named, else all."""
+    """Take dead letters of FILE away for good: those named or chosen, else all."""
+    choice = _Choice(ids, reason, older_than, newer_than)
     with common.opened(file) as store:
         dead = common.queue_of(store, topic, group).dlq
-        number = len(set(ids)) or len(dead)
+        chosen = None if choice.everything else choice.chosen(dead)
+        number = len(dead) if chosen is None else len(chosen)
         if number:
-            common.ask(f"Take {common.count(number, 'dead letter')} away for good?", yes=yes)
-        number = dead.purge(list(ids) or None)
-    _report("purged", number, ids, None, as_json=as_json)
+            where = f"of topic {topic!r}, group {group!r}"
+            question = f"Take {common.count(number, 'dead letter')} {where} away for good?"
+            common.ask(common.plain(question), yes=yes)
+            number = dead.purge(chosen)
+    _report("purged", number, choice, None, as_json=as_json)
 
 
 @dlq.command()
 @common.file_argument
 @click.argument("out", type=click.Path(dir_okay=False))
-@click.option("--format", "form", type=click.Choice(["jsonl", "csv"]), default="jsonl")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["jsonl", "csv"]),
+    help="Default: csv if the name of OUT ends so, else jsonl.",
+)
+@_filters
 @common.topic_option
 @common.group_option
 @common.json_option
 @common.readonly_option
 def export(
-    file: str, out: str, form: str, topic: str, group: str, as_json: bool, readonly: bool
+    file: str,
+    out: str,
+    form: str | None,
+    reason: str | None,
+    older_than: float | None,
+    newer_than: float | None,
+    topic: str,
+    group: str,
+    as_json: bool,
+    readonly: bool,
 ) -> None:
-    """Write all dead letters of FILE to OUT."""
+    """Write dead letters of FILE to OUT, whole and with their history: those chosen, else all."""
+    choice = _Choice((), reason, older_than, newer_than)
+    if form is None:
+        form = "csv" if out.lower().endswith(".csv") else "jsonl"
     with common.looking(file, readonly=readonly) as store:
-        number = common.queue_of(store, topic, group).dlq.export(out, format=form)
+        dead = common.queue_of(store, topic, group).dlq
+        with common.progress_bar("export", len(dead)) as update:
+            number = write_letters(_counted(choice.of(dead), update), out, form)
     if as_json:
         common.print_json({"exported": number, "path": out})
     else:
         click.echo(f"{common.count(number, 'dead letter')} written to {common.plain(out)}")
 
 
-def _is_there(dead: Any, id: str) -> bool:
-    try:
-        return dead.get(id) is not None
-    except KeyError:
-        return False
+def _counted(letters: Iterator[weclaw.DeadLetter], update: Any) -> Iterator[weclaw.DeadLetter]:
+    for number, letter in enumerate(letters, 1):
+        yield letter
+        if number % 100 == 0:
+            update(completed=number)
 
 
 def _report(
     done: str,
     number: int,
-    ids: tuple[str, ...],
+    choice: _Choice,
     limit: int | None,
     *,
     dry_run: bool = False,
@@ -184,9 +319,13 @@ def _report(
         click.echo(f"{common.count(number, 'dead letter')} would be {done}")
     else:
         click.echo(f"{common.count(number, 'dead letter')} {done}")
-    wanted = len(set(ids)) if limit is None else min(len(set(ids)), limit)
-    if number < wanted:
+    wanted = len(choice.ids)
+    if limit is not None:
+        wanted = min(wanted, limit)
+    if number < wanted and not choice.filters:
         common.fail(f"{wanted - number} of those named are no dead letters here; see 'dlq list'")
 
+
+dlq.add_command(watch)
 
 COMMANDS = [dlq]

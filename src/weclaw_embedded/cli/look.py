@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import click
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _survey
+from weclaw_embedded._message import to_datetime
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -37,13 +40,11 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
                 **common.queue_of(store, one.topic, one.group).stats()._asdict(),
                 "paused": one.paused,
             }
-            for one in store.groups()
+            for one in common.places(store, None, None)
         ]
     if as_json:
         common.print_json({"topic": topic, "group": group, **mine._asdict(), "groups": groups})
         return
-    if (topic, group) not in ((found["topic"], found["group"]) for found in groups):
-        groups.append({"topic": topic, "group": group, **mine._asdict()})
     fields = ("ready", "delayed", "leased", "dead", "settled")
     common.print_table(
         ["topic", "group", *((name, "right") for name in fields), ("oldest", "right")],
@@ -83,7 +84,7 @@ def _stands_still(found: Mapping[str, Any]) -> bool:
 @click.command()
 @common.file_argument
 @click.option("--max-backlog", type=click.IntRange(min=0), help="Ready and delayed, per group.")
-@click.option("--max-age", type=click.FloatRange(min=0), help="Age of the oldest, in seconds.")
+@click.option("--max-age", type=common.DURATION, help="Age of the oldest: 600, 10m, 2h.")
 @click.option("--max-dead", type=click.IntRange(min=0), help="Dead letters, per group.")
 @click.option("--max-lag", type=click.IntRange(min=0), help="Bytes the replica is behind.")
 @click.option("--topic", help="Only this topic; default: all.")
@@ -114,16 +115,14 @@ def health(
 
     try:
         with common.looking(file, readonly=readonly) as store:
-            paused = {
-                (one.topic, one.group): one.paused
-                for one in store.groups()
-                if topic in (None, one.topic) and group in (None, one.group)
-            } or {(topic or "default", group or "default"): False}
-            counts = [(pair, common.queue_of(store, *pair).stats()) for pair in paused]
+            counts = [
+                (place, common.queue_of(store, place.topic, place.group).stats())
+                for place in common.places(store, topic, group)
+            ]
     except (common.Failure, weclaw.WeclawError, OSError) as error:
         text = error.message if isinstance(error, common.Failure) else str(error)
         check("opens", text, None, bad=True)
-        counts, paused = [], {}
+        counts = []
     else:
         first = counts[0][1]
         check("opens", "yes", None, bad=False)
@@ -132,15 +131,15 @@ def health(
             lag = first.replica_lag
             late = max_lag is not None and (lag is None or lag > max_lag)
             check("replica_lag", lag, max_lag, bad=late)
-    for pair, found in counts:
-        where = {"topic": pair[0], "group": pair[1]}
+    for place, found in counts:
+        where = {"topic": place.topic, "group": place.group}
         backlog = found.ready + found.delayed
         oldest = found.oldest_age_s
         check("backlog", backlog, max_backlog, bad=_over(backlog, max_backlog), **where)
         check("oldest_age_s", oldest, max_age, bad=_over(oldest, max_age), **where)
         check("dead", found.dead, max_dead, bad=_over(found.dead, max_dead), **where)
         # Named, but not bad by itself: whether it should move, --max-age says.
-        if paused[pair]:
+        if place.paused:
             check("flow", "paused", None, bad=False, **where)
         elif _stands_still(found._asdict()):
             check("flow", "stands still", None, bad=False, **where)
@@ -172,18 +171,38 @@ def _line(found: dict[str, Any]) -> str:
 @click.command()
 @common.file_argument
 @click.option("-n", "--limit", "limit", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--leased", is_flag=True, help="Show what is in hand instead, and in whose.")
 @common.topic_option
 @common.group_option
 @common.json_option
 @common.readonly_option
-def peek(file: str, limit: int, topic: str, group: str, as_json: bool, readonly: bool) -> None:
+def peek(
+    file: str, limit: int, leased: bool, topic: str, group: str, as_json: bool, readonly: bool
+) -> None:
     """Show what FILE would deliver next. Takes nothing."""
     with common.looking(file, readonly=readonly) as store:
-        found = [_message(msg) for msg in common.queue_of(store, topic, group).peek(limit)]
+        queue = common.queue_of(store, topic, group)
+        if leased:
+            found = [_in_hand(one, queue) for one in _survey.held(queue, limit)]
+        else:
+            found = [_message(msg) for msg in queue.peek(limit)]
     if as_json:
         common.print_json(found)
     elif not found:
-        click.echo("nothing is ready")
+        click.echo("nothing is in hand" if leased else "nothing is ready")
+    elif leased:
+        common.print_table(
+            ["id", ("delivery", "right"), ("lease left", "right"), "consumer"],
+            [
+                (
+                    one["id"],
+                    one["delivery_count"],
+                    "held" if one["lease_left_s"] is None else common.age(one["lease_left_s"]),
+                    one["consumer"] or "-",
+                )
+                for one in found
+            ],
+        )
     else:
         common.print_table(
             ["id", ("pr", "right"), "put (UTC)", "body"],
@@ -191,7 +210,7 @@ def peek(file: str, limit: int, topic: str, group: str, as_json: bool, readonly:
                 (
                     msg["id"],
                     msg["priority"],
-                    common.when(msg["enqueued_at"]),
+                    common.when(msg["enqueued_at"])[5:],
                     common.excerpt(msg.get("body_error", msg["body"]), 120),
                 )
                 for msg in found
@@ -202,42 +221,66 @@ def peek(file: str, limit: int, topic: str, group: str, as_json: bool, readonly:
 
 def _message(msg: weclaw.Message) -> dict[str, Any]:
     names = ("id", "key", "priority", "headers", "topic", "offset", "enqueued_at")
-    found: dict[str, Any] = {name: getattr(msg, name) for name in names}
+    return _with_body({name: getattr(msg, name) for name in names}, lambda: msg.body)
+
+
+def _in_hand(one: _survey.Held, queue: weclaw.Queue) -> dict[str, Any]:
+    content = one.content
+    found = {
+        "id": content.id,
+        "key": content.key,
+        "priority": content.priority,
+        "topic": queue.topic,
+        "offset": content.offset,
+        "enqueued_at": to_datetime(content.enqueued_us),
+        "consumer": one.consumer,
+        "delivery_count": one.delivery_count,
+        "lease_left_s": None if one.left_s is None else round(one.left_s, 3),
+    }
+    return _with_body(found, lambda: content.body(queue._codec))
+
+
+def _with_body(found: dict[str, Any], body: Callable[[], Any]) -> dict[str, Any]:
     try:
-        found["body"] = msg.body
+        return {**found, "body": body()}
     except weclaw.SerializationError as error:
-        found["body"] = None
-        found["body_error"] = str(error)
-    return found
+        return {**found, "body": None, "body_error": str(error)}
 
 
 @click.command()
 @common.file_argument
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("-n", "--limit", "limit", type=click.IntRange(min=1), default=1000, show_default=True)
 @common.topic_option
 @common.group_option
 @common.json_option
 @common.readonly_option
 def results(
-    file: str, ids: tuple[str, ...], topic: str, group: str, as_json: bool, readonly: bool
+    file: str,
+    ids: tuple[str, ...],
+    limit: int,
+    topic: str,
+    group: str,
+    as_json: bool,
+    readonly: bool,
 ) -> int:
-    """Show the results of messages of FILE. Ends with 1 unless all are done."""
-    found = []
+    """Show the results of messages of FILE: those named, else all that are kept, oldest first.
+
+    Ends with 1 unless all that were named are done.
+    """
+    more = False
     with common.looking(file, readonly=readonly) as store:
         queue = common.queue_of(store, topic, group)
-        for id in ids:
-            entry: dict[str, Any] = {"id": id, "status": queue.status(id), "result": None}
-            try:
-                entry["result"] = queue.result(id)
-                entry["status"] = "done"
-            except weclaw.DeadLetterError as error:
-                entry["status"] = "dead"
-                entry["reason"] = error.letter.reason
-            except (weclaw.Empty, KeyError):
-                pass  # the status says why there is none
-            found.append(entry)
+        if ids:
+            found = [_result(queue, id) for id in ids]
+        else:
+            found = list(itertools.islice(_kept_results(queue), limit + 1))
+            more = len(found) > limit
+            del found[limit:]
     if as_json:
         common.print_json(found)
+    elif not found:
+        click.echo("no results are kept")
     else:
         common.print_table(
             ["id", "status", "result"],
@@ -252,7 +295,30 @@ def results(
                 for entry in found
             ],
         )
+    if more:
+        click.echo(f"these are the first {limit}; see more with --limit", err=True)
     return 0 if all(entry["status"] == "done" for entry in found) else 1
+
+
+def _result(queue: weclaw.Queue, id: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"id": id, "status": queue.status(id), "result": None}
+    try:
+        entry["result"] = queue.result(id)
+        entry["status"] = "done"
+    except weclaw.DeadLetterError as error:
+        entry["status"] = "dead"
+        entry["reason"] = error.letter.reason
+    except (weclaw.Empty, KeyError):
+        pass  # the status says why there is none
+    return entry
+
+
+def _kept_results(queue: weclaw.Queue) -> Iterator[dict[str, Any]]:
+    after = -1
+    while page := _survey.results(queue, after, 500):
+        after = page[-1][0]
+        for _, id, result in page:
+            yield {"id": id, "status": "done", "result": result}
 
 
 COMMANDS = [stats, health, peek, results]

@@ -1,32 +1,129 @@
-"""verify: is what lies on disk what was written?"""
+"""verify, repair, backup: is what lies on disk what was written, and what to do when it is not."""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+
 import click
 
+import weclaw_embedded as weclaw
+from weclaw_embedded import _survey
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
 
+# A copy that is being fed may be this late.
+_PATIENCE_S = 5.0
+
 
 @click.command()
 @common.file_argument
+@click.option(
+    "--against",
+    metavar="COPY",
+    type=click.Path(dir_okay=False),
+    help="Hold each frame against the one at the same offset of a replica's file.",
+)
 @common.json_option
 @common.readonly_option
-def verify(file: str, as_json: bool, readonly: bool) -> int:
-    """Read all of FILE and check it. Writes nothing; ends with 1 if something is damaged."""
-    with common.looking(file, readonly=readonly) as store:
-        faults = [(found[0], found[1]) for found in store.verify()]
+def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int:
+    """Read all of FILE and check it. Writes nothing; ends with 1 if something is damaged.
+
+    With --against also if COPY has other frames, or lacks some that FILE had at the start.
+    """
+    with (
+        common.looking(file, readonly=readonly) as store,
+        common.progress_bar("verify", None, pulse=True),
+    ):
+        if against is None:
+            faults = [(found[0], found[1]) for found in store.verify()]
+            compared = None
+        else:
+            compared = _compare(store, against)
+            faults = compared.differences
     if as_json:
-        common.print_json([{"offset": offset, "reason": reason} for offset, reason in faults])
-    elif not faults:
-        click.echo("good: everything kept can be read")
-    else:
+        found = [{"offset": offset, "reason": reason} for offset, reason in faults]
+        if compared is None:
+            common.print_json(found)
+        else:
+            behind = compared.behind
+            common.print_json({"frames": compared.frames, "behind": behind, "differences": found})
+    elif faults:
         common.print_table([("offset", "right"), "reason"], faults)
+        if compared is None:
+            click.echo(
+                f"{common.count(len(faults), 'fault')}; what they hit is set aside, the rest flows"
+            )
+        else:
+            click.echo("not the same: never promote this copy; make a new one, or restore")
+    elif compared is None:
+        click.echo("good: everything kept can be read")
+    elif compared.behind:
         click.echo(
-            f"{common.count(len(faults), 'fault')}; what they hit is set aside, the rest flows"
+            f"{common.count(compared.frames, 'frame')} are the same; the copy lacks the last "
+            f"{common.size(compared.behind)}"
         )
-    return 1 if faults else 0
+    else:
+        click.echo(f"the same: {common.count(compared.frames, 'frame')}")
+    return 1 if faults or (compared is not None and compared.behind) else 0
 
 
-COMMANDS = [verify]
+def _compare(store: weclaw.Store, against: str) -> _survey.Comparison:
+    """Wait for a copy that is being fed until it has what the file has now."""
+    until = _survey.end(store)
+    deadline = time.monotonic() + _PATIENCE_S
+    # Readonly: a copy belongs to its receiver, who may be at work on it.
+    with common.opened(against, readonly=True) as other:
+        while True:
+            before = _survey.end(other)
+            if before >= until or time.monotonic() >= deadline:
+                return _survey.compare(store, other, until)
+            time.sleep(0.1)
+
+
+@click.command()
+@common.file_argument
+@common.yes_option
+@common.json_option
+def repair(file: str, yes: bool, as_json: bool) -> None:
+    """Set aside what can't be read in FILE, so that 'verify' finds it good again.
+
+    The messages that stood there are gone; all others are kept. Processes may go on working.
+    """
+    with common.opened(file) as store:
+        with common.progress_bar("verify", None, pulse=True):
+            found = store.verify()
+        # What is overwritten could not be read before: only a person is asked.
+        if found and not yes and sys.stdin.isatty() and not as_json:
+            places = common.count(len(found), "place")
+            common.ask(f"Overwrite {places} that can't be read, for good?", yes=False)
+        if found:
+            with common.progress_bar("repair", None, pulse=True):
+                found = store.repair()
+    if as_json:
+        common.print_json([{"offset": offset, "reason": reason} for offset, reason in found])
+    elif not found:
+        click.echo("good: nothing to repair")
+    else:
+        common.print_table([("offset", "right"), "reason"], found)
+        click.echo(f"{common.count(len(found), 'place')} set aside; the rest is as it was")
+
+
+@click.command()
+@common.file_argument
+@click.argument("out", type=click.Path(dir_okay=False))
+@common.json_option
+def backup(file: str, out: str, as_json: bool) -> None:
+    """Copy FILE to OUT while it is in use. OUT is a queue of its own, as of this moment."""
+    with common.opened(file) as store, common.progress_bar("backup", None, pulse=True):
+        store.backup(out)
+    bytes_written = os.stat(out).st_size
+    if as_json:
+        common.print_json({"path": out, "file_bytes": bytes_written})
+    else:
+        click.echo(f"{common.plain(out)} written, {common.size(bytes_written)}")
+
+
+COMMANDS = [verify, repair, backup]

@@ -33,8 +33,8 @@ _CHUNK_BYTES = 1 << 20
 @click.option("--key-field", help="Take each message's key from this field of its body.")
 @click.option("--id-field", help="Take each message's id from this field of its body.")
 @click.option("--priority", type=click.IntRange(0, 9), default=0, show_default=True)
-@click.option("--delay", type=click.FloatRange(min=0), default=0.0, help="Seconds until it is due.")
-@click.option("--ttl", type=click.FloatRange(min=0, min_open=True), help="Seconds until it dies.")
+@click.option("--delay", type=common.DURATION, default=0.0, help="Due after: 30, 10m, 2h.")
+@click.option("--ttl", type=common.DURATION, help="A dead letter after: 30, 10m, 2h.")
 @common.json_option
 def put(
     file: str,

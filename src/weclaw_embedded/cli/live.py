@@ -1,0 +1,259 @@
+"""top, tail: what goes on at this moment."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+import click
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import _survey
+from weclaw_embedded._message import Content, to_datetime
+from weclaw_embedded.cli import _common as common
+
+__all__ = ["COMMANDS"]
+
+_LOOK_S = 0.2
+
+
+# top
+
+
+@click.command()
+@common.file_argument
+@click.option("--interval", type=common.DURATION, default=2.0, show_default=True)
+@click.option(
+    "-n",
+    "--count",
+    "times",
+    type=click.IntRange(min=1),
+    help="Look so many times; default: until Ctrl-C on a terminal, else once.",
+)
+@click.option("--topic", help="Only this topic; default: all.")
+@click.option("--group", help="Only this group; default: all.")
+@common.json_option
+@common.readonly_option
+def top(
+    file: str,
+    interval: float,
+    times: int | None,
+    topic: str | None,
+    group: str | None,
+    as_json: bool,
+    readonly: bool,
+) -> None:
+    """Watch FILE at work: counts, rates, the oldest, dead letters, disk. Ctrl-C ends it.
+
+    in/s and done/s are since the look before. With --json, one object a line for each look.
+    """
+    interval = max(interval, 0.1)
+    on_screen = sys.stdout.isatty() and not as_json
+    if times is None and not on_screen:
+        times = 1
+    with common.looking(file, readonly=readonly) as store, contextlib.ExitStack() as stack:
+        looks = _looks(store, topic, group, interval)
+        if times is not None:
+            looks = itertools.islice(looks, times)
+        if not on_screen:
+            for look in looks:
+                if as_json:
+                    common.print_json(look, indent=None)
+                else:
+                    common.console().print(_picture(file, look, 10_000))
+            return
+        out = common.console()
+        live = stack.enter_context(Live(console=out, screen=times is None, auto_refresh=False))
+        with contextlib.suppress(KeyboardInterrupt):
+            for look in looks:
+                live.update(_picture(file, look, out.height), refresh=True)
+
+
+def _looks(
+    store: weclaw.Store, topic: str | None, group: str | None, interval: float
+) -> Iterator[dict[str, Any]]:
+    """What there is, again and again; the first after an interval, so that it has rates."""
+    before: dict[tuple[str, str], weclaw.Stats] = {}
+    at = time.monotonic()
+    first = True
+    while True:
+        now = time.monotonic()
+        found = {
+            place: common.queue_of(store, place.topic, place.group).stats()
+            for place in common.places(store, topic, group)
+        }
+        if not first:
+            yield _look(found, before, now - at)
+        first = False
+        before = {(place.topic, place.group): stats for place, stats in found.items()}
+        at = now
+        time.sleep(interval)
+
+
+def _look(
+    found: dict[common.Place, weclaw.Stats],
+    before: dict[tuple[str, str], weclaw.Stats],
+    seconds: float,
+) -> dict[str, Any]:
+    groups = []
+    for place, stats in found.items():
+        earlier = before.get((place.topic, place.group), stats)
+        came = _ever(stats) - _ever(earlier)
+        groups.append(
+            {
+                "topic": place.topic,
+                "group": place.group,
+                **{name: getattr(stats, name) for name in _COUNTS},
+                "puts_per_s": round(max(0, came) / seconds, 1),
+                "settled_per_s": round((stats.settled - earlier.settled) / seconds, 1),
+                "paused": place.paused,
+            }
+        )
+    last = next(iter(found.values()))
+    return {
+        "time": datetime.now(timezone.utc),
+        "groups": groups,
+        **{name: getattr(last, name) for name in _OF_THE_FILE},
+    }
+
+
+_COUNTS = ("ready", "delayed", "leased", "dead", "settled", "oldest_age_s", "retries")
+_OF_THE_FILE = ("replica_lag", "file_bytes", "reclaimable_bytes", "damaged")
+
+
+def _ever(stats: weclaw.Stats) -> int:
+    return stats.ready + stats.delayed + stats.leased + stats.dead + stats.settled
+
+
+def _picture(file: str, look: dict[str, Any], height: int) -> Group:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("topic/group", overflow="ellipsis", no_wrap=True, ratio=1)
+    for name in ("ready", "delayed", "leased", "dead", "in/s", "done/s", "retries", "oldest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    groups = look["groups"]
+    # The busiest first, as far as there is room for all.
+    room = max(3, height - 6)
+    shown = groups
+    if len(groups) > room:
+        shown = sorted(groups, key=lambda one: one["ready"] + one["leased"], reverse=True)[:room]
+    for one in shown:
+        name = f"{one['topic']}/{one['group']}" + (" (paused)" if one["paused"] else "")
+        style = "red" if one["dead"] else "yellow" if one["paused"] else ""
+        table.add_row(
+            Text(common.plain(name)),
+            *(common.short(one[field]) for field in ("ready", "delayed", "leased")),
+            Text(common.short(one["dead"]), style=style if one["dead"] else ""),
+            *(common.short(one[field]) for field in ("puts_per_s", "settled_per_s", "retries")),
+            common.age(one["oldest_age_s"]),
+        )
+    lag = look["replica_lag"]
+    replica = "none" if lag is None else "level" if lag == 0 else f"{common.size(lag)} behind"
+    parts: list[Any] = [
+        Text(f"{common.plain(file)}  {look['time']:%Y-%m-%d %H:%M:%S} UTC", style="bold"),
+        Text(
+            f"file {common.size(look['file_bytes'])}, "
+            f"reclaimable {common.size(look['reclaimable_bytes'])}, "
+            f"damaged {look['damaged']}, replica {replica}"
+        ),
+        Text(""),
+        table,
+    ]
+    if len(shown) < len(groups):
+        parts.append(Text(f"and {len(groups) - len(shown)} more; choose with --topic, --group"))
+    return Group(*parts)
+
+
+# tail
+
+
+@click.command()
+@common.file_argument
+@click.option(
+    "-n",
+    "--last",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Begin with the last so many.",
+)
+@click.option("--offset", help="Begin at this offset instead; 'earliest': all that are kept.")
+@click.option("--no-follow", is_flag=True, help="End when there are no more, wait for none.")
+@click.option("--topic", help="Only this topic; default: all.")
+@common.json_option
+@common.readonly_option
+def tail(
+    file: str,
+    last: int,
+    offset: str | None,
+    no_follow: bool,
+    topic: str | None,
+    as_json: bool,
+    readonly: bool,
+) -> None:
+    """Show messages of FILE as they are put. Takes nothing. Ctrl-C ends it.
+
+    With --json, one object a line.
+    """
+    width = common.console().width
+    with (
+        common.looking(file, readonly=readonly) as store,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        end = _survey.end(store)
+        at = _survey.before(store, last, end, topic) if offset is None else _start(offset)
+        while True:
+            for name, content in _survey.arrived(store, at, end):
+                if topic is None or name == topic:
+                    _show(name, content, width, as_json=as_json, several=topic is None)
+            sys.stdout.flush()
+            if no_follow:
+                return
+            at = end
+            while (end := _survey.end(store)) <= at:
+                time.sleep(_LOOK_S)
+
+
+def _start(text: str) -> int:
+    if text == "earliest":
+        return 0
+    if not text.isdecimal():
+        raise click.UsageError(f"{text!r} is neither an offset nor 'earliest'")
+    return int(text)
+
+
+def _show(topic: str, content: Content, width: int, *, as_json: bool, several: bool) -> None:
+    put_at = to_datetime(content.enqueued_us)
+    try:
+        body, fault = content.body("msgpack"), None
+    except weclaw.SerializationError as error:
+        body, fault = None, str(error)
+    if as_json:
+        found = {
+            "id": content.id,
+            "topic": topic,
+            "offset": content.offset,
+            "key": content.key,
+            "priority": content.priority,
+            "headers": content.headers,
+            "enqueued_at": put_at,
+            "body": body,
+        }
+        common.print_json(found if fault is None else {**found, "body_error": fault}, indent=None)
+        return
+    where = f" {topic}" if several and topic != "default" else ""
+    text = f"{put_at:%H:%M:%S} {content.id}{where} "
+    line = Text(common.plain(text) + common.excerpt(body if fault is None else fault, width))
+    line.truncate(width, overflow="ellipsis")
+    click.echo(line.plain)
+
+
+COMMANDS = [top, tail]
