@@ -514,6 +514,8 @@ def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[in
             group,
             [_judge_lapse(session, group, o, r, retry, now_ns, dead) for o, r in lapsed],
         )
+    if not (group.n_back or group.n_suspect or group.n_wait or group.n_parked):
+        return  # nothing that could expire or be due
     expired = tx.expired(group, session.now_us)
     if expired:
         dead.extend(offset for offset, _ in expired)

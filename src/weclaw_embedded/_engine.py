@@ -50,6 +50,7 @@ from ._shared import (
     DEAD_SEQ,
     FAILED,
     OPTIONS_SEQ,
+    OWNERS_HIGH,
     READY,
     SETTLED,
     SYNC_HIGH,
@@ -274,7 +275,6 @@ class Engine:
         self.last_digest = (-1, "")  # of the salt of a segment, for the ids we make
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()
-        self._read_lock = threading.Lock()
         self._sync_lock = threading.Lock()
         self._syncing = False
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
@@ -626,6 +626,8 @@ class Engine:
 
     def dead_owners(self, everyone: bool) -> list[int]:
         """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
+        if self.page.words[OWNERS_HIGH] <= 1:
+            return []  # only ever one, which is us
         slots = [slot for slot, _ in self.page.owners() if slot != self.slot]
         if not everyone and slots:
             self._next_probe = (self._next_probe + 1) % len(slots)
@@ -711,9 +713,7 @@ class Engine:
 
         Raises CorruptError, and LookupError when that segment is no longer kept.
         """
-        with self._read_lock:
-            record = self.log.read(location)
-            time_us = self.log.time_of(location)
+        record, time_us = self.log.read_with_time(location)
         if record[0] == _records.CARRY:
             carry = _records.unpack(record)
             assert isinstance(carry, _records.Carry)
@@ -722,8 +722,7 @@ class Engine:
 
     def result_bytes(self, location: int, gid: int) -> bytes:
         """The packed result that an ACK, or a CARRY of its message, holds."""
-        with self._read_lock:
-            record = _records.unpack(self.log.read(location))
+        record = _records.unpack(self.log.read(location))
         if isinstance(record, _records.Carry):
             return dict(record.results).get(gid, b"")
         assert isinstance(record, _records.Ack), "the index names the record of the result"

@@ -190,6 +190,15 @@ class Reading(Segments):
                 raise CorruptError(offset, reason)
         raise LookupError(f"no record begins at offset {offset}")
 
+    def read_with_time(self, offset: int) -> tuple[bytes, int]:
+        """The bytes of the record at `offset`, and the time (us) of its frame."""
+        record = self.read(offset)
+        begin, window, _ = self._window
+        at = offset - begin
+        if 24 <= at <= len(window) - 8 and ENVELOPE.unpack_from(window, at)[1] == PART_BYTES:
+            return record, int(PART.unpack_from(window, at - PART_BYTES)[3])
+        return record, self.time_of(offset)
+
     def time_of(self, offset: int) -> int:
         """The time (us) of the frame that the record at `offset` is in."""
         if self._part[0] < offset and offset - self._part[0] in self._part[2]:

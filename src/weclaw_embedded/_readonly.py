@@ -105,7 +105,6 @@ class ReadonlyEngine(Engine):
         self.token = 0
         self.forked = self.closed = False
         self._lock = threading.Lock()
-        self._read_lock = threading.Lock()
         self._pid = os.getpid()
         self._head = -1
         self._adopted = []
