@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import random
 import shutil
 import sys
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--keep-going", action="store_true", help="count violations to the end")
     parser.add_argument("--directory", type=Path, help="where the files are; a new one if left out")
     given = parser.parse_args()
+    logging.getLogger("weclaw_embedded").setLevel(logging.ERROR)  # Torn tails are what is wanted.
     seed = random.randrange(10**6) if given.seed is None else given.seed
     directory = given.directory or Path(tempfile.mkdtemp(prefix="weclaw-crash-"))
     print(f"kind {given.kind}, seed {seed}, in {directory}", flush=True)
