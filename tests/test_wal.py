@@ -180,9 +180,9 @@ def test_frames_start_at_any_boundary(path: Path) -> None:
         assert log.next_boundary(everything[-1].offset + 1) == tail
         assert list(log.frames(log.head_offset, everything[9].end, check=False)) == everything[:10]
         assert log.last_frame[0] == everything[-1].offset
-        assert log.ends_with(tail, log.last_frame[1])
-        assert not log.ends_with(everything[-2].end, log.last_frame[1])
-        assert not log.ends_with(tail + 1, log.last_frame[1])
+        assert log.ends_with(tail, *log.last_frame)
+        assert not log.ends_with(everything[-2].end, *log.last_frame)
+        assert not log.ends_with(tail + 1, *log.last_frame)
 
 
 def test_a_checkpoint_is_found_after_reopening(path: Path) -> None:
@@ -1004,7 +1004,7 @@ def test_creating_over_another_file_is_refused(path: Path) -> None:
     with opened(empty) as (log, recovery):
         assert recovery.tail == 64
         assert log.last_frame == (0, 0)
-        assert log.ends_with(64, 0)
+        assert log.ends_with(64, 0, 0)
         assert (log.state.words[HEAD], log.state.words[SLOTS]) == (0, 2)
 
 

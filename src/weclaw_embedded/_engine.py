@@ -149,6 +149,8 @@ class Session:
         if puts and policy >= SYNC and not self._sync_from:
             self._sync_from = offsets[0]
         self._appended.extend(zip(offsets, records, strict=True))
+        if self._tx is not None:
+            self._apply(self._tx)  # at once: the next look must see it
         return offsets
 
     def judge(self, records: Sequence[Record]) -> None:
@@ -195,7 +197,8 @@ class Session:
                 self._apply(tx)
             self._tx = None
             try:
-                tx.commit(self.page.words[TAIL], self.log.last_frame[1])
+                frame, checksum = self.log.last_frame
+                tx.commit(self.page.words[TAIL], checksum, frame)
             except IndexFullError as error:
                 # The log has it all. Whoever looks next applies it again.
                 logger.debug("index not written, the log is ahead of it: %s", error)
@@ -462,7 +465,7 @@ class Engine:
                 break
             start = last.end
             if start < tail:
-                tx.commit(start, self.log.checksum(last.offset))
+                tx.commit(start, self.log.checksum(last.offset), last.offset)
                 self.index.write()
 
     def _report(self, recovery: Recovery) -> None:

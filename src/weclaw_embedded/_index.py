@@ -58,8 +58,9 @@ class Tx(Fold, Ask):
         """Changes with every commit that changed anything, by whichever process."""
         return self._sequence
 
-    def commit(self, applied: int, last_crc: int) -> None:
-        """Make it so; `applied` is the next frame to apply, `last_crc` the checksum before it.
+    def commit(self, applied: int, last_crc: int, last_frame: int = 0) -> None:
+        """Make it so; `applied` is the next frame to apply, `last_frame` and `last_crc` are the
+        offset and the checksum of the one before it.
 
         Raises:
             IndexFullError: nothing of this transaction is in the index.
@@ -67,9 +68,9 @@ class Tx(Fold, Ask):
         txn = self._txn
         assert txn is not None, "no transaction is open"
         try:
-            if self._flush(applied, last_crc):
+            if self._flush(applied, last_crc, last_frame):
                 txn.commit()
-                self._done(applied, last_crc)
+                self._done(applied, last_crc, last_frame)
             else:
                 txn.abort()
         except lmdb.Error as error:

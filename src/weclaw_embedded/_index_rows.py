@@ -5,7 +5,7 @@ and its layout may change with any release.  Keys are big endian, so that they s
 do.  The rows written by every commit come first in the key space and stand together: a commit
 costs what it costs in pages.
 
-    HEAD                                    applied, checksum, sequence, shape
+    HEAD                                    applied, checksum, sequence, shape, last frame
     META                                    what the store remembers of the index
     OPTIONS                                 what the log says of the file
     GROUP      gid                          GroupState
@@ -96,7 +96,7 @@ key_queue = struct.Struct(">cIBQ").pack
 key_tid_u64 = struct.Struct(">cIQ").pack
 U32: Final = struct.Struct(">I")
 U64: Final = struct.Struct(">Q")
-HEAD_ROW: Final = struct.Struct("<QIQI")
+HEAD_ROW: Final = struct.Struct("<QIQIQ")
 ID_ROW: Final = struct.Struct(">QB")
 MOVED_ROW: Final = struct.Struct("<QQQIB")
 

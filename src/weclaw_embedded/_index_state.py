@@ -76,6 +76,7 @@ class State:
         self._shape = 0
         self.applied = 0
         self.last_crc = 0
+        self.last_frame = 0
 
     # The transaction
 
@@ -111,10 +112,16 @@ class State:
         self._delete = txn.delete
         head = txn.get(HEAD)
         if head is None:
-            self.applied = self.last_crc = self._sequence = self._shape = 0
+            self.applied = self.last_crc = self._sequence = self._shape = self.last_frame = 0
             self._forget()
             return
-        self.applied, self.last_crc, self._sequence, self._shape = HEAD_ROW.unpack(head)
+        (
+            self.applied,
+            self.last_crc,
+            self._sequence,
+            self._shape,
+            self.last_frame,
+        ) = HEAD_ROW.unpack(head)
         if self._sequence != self._known_sequence:
             self._forget()
         if self._shape != self._known_shape:
@@ -133,7 +140,7 @@ class State:
         self._known_sequence = -1
         self._known_shape = -1
 
-    def _flush(self, applied: int, last_crc: int) -> bool:
+    def _flush(self, applied: int, last_crc: int, last_frame: int) -> bool:
         """Write what changed; return whether anything did."""
         if not (
             self._changed_groups
@@ -161,10 +168,10 @@ class State:
         for group in self._changed_groups.values():
             put(key_u64(GROUP, group.gid), group.pack())
         self._sequence += 1
-        put(HEAD, HEAD_ROW.pack(applied, last_crc, self._sequence, self._shape))
+        put(HEAD, HEAD_ROW.pack(applied, last_crc, self._sequence, self._shape, last_frame))
         return True
 
-    def _done(self, applied: int, last_crc: int) -> None:
+    def _done(self, applied: int, last_crc: int, last_frame: int) -> None:
         """What was written is in: what is in memory is what the index has."""
         self._changed_topics.clear()
         self._changed_groups.clear()
@@ -173,6 +180,7 @@ class State:
         self._known_shape = self._shape
         self.applied = applied
         self.last_crc = last_crc
+        self.last_frame = last_frame
 
     # What the store remembers
 

@@ -21,6 +21,7 @@ from .errors import ClosedError, DiskFullError, LeaseLostError
 if TYPE_CHECKING:
     from ._delivery import Lease
     from ._engine import Engine
+    from ._index import Row
     from .queue import Queue
 
 T = TypeVar("T")
@@ -95,12 +96,16 @@ class Message:
     `StoreFailedError` leaves a settling in doubt.
     """
 
-    __slots__ = ("__weakref__", "_content", "_lease", "_queue", "_renewing", "_was_forked")
+    __slots__ = ("__weakref__", "_content", "_counts", "_lease", "_queue", "_renewing")
 
-    def __init__(self, queue: Queue, content: Content, lease: Lease | None) -> None:
+    def __init__(
+        self, queue: Queue, content: Content, lease: Lease | None, row: Row | None = None
+    ) -> None:
         self._queue = queue
         self._content = content
         self._lease = lease
+        # What tells how often it was tried: the lease, or what a look found.
+        self._counts: Lease | Row | None = lease if lease is not None else row
         self._renewing: _Renewal | None = None
 
     def __repr__(self) -> str:
@@ -153,17 +158,17 @@ class Message:
     @property
     def retry_count(self) -> int:
         """Failed deliveries before this one."""
-        return 0 if self._lease is None else self._lease.retry
+        return 0 if self._counts is None else self._counts.retry
 
     @property
     def delivery_count(self) -> int:
-        """Times it was handed over, this one included; 0 when only looked at."""
-        return 0 if self._lease is None else self._lease.delivery
+        """Times it was handed over, this one included."""
+        return 0 if self._counts is None else self._counts.delivery
 
     @property
     def crash_count(self) -> int:
         """Deliveries that ended with the death of their process."""
-        return 0 if self._lease is None else self._lease.crash
+        return 0 if self._counts is None else self._counts.crash
 
     @property
     def lease_expires_at(self) -> datetime | None:

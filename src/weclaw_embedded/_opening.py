@@ -38,7 +38,7 @@ from ._shared import (
     SharedPage,
 )
 from .errors import LockedError, StorageError, StoreFailedError
-from .wal import COMMIT, TAIL, Log, Recovery
+from .wal import COMMIT, LAST_FRAME, TAIL, Log, Recovery
 
 # Bytes past the largest offset of the log, so that no lock ever covers data.
 LOCKS_AT: Final = 1 << 62
@@ -203,6 +203,7 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
     same_boot = old is not None
     failed = old is not None and bool(old.words[FAILED])
     commit = 0 if old is None else old.words[COMMIT]
+    near = 0 if old is None else old.words[LAST_FRAME]
     shift = None if old is None else old.shift
     if old is not None:
         old.close()
@@ -212,7 +213,7 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
     try:
         _remove_pipes(directory)
         log = Log(fd, header, page)
-        index, recovery = _recover(directory, log, commit, same_boot, failed)
+        index, recovery = _recover(directory, log, commit, near, same_boot, failed)
         rebuild = index is None
         if index is None:
             _delete_index(directory)
@@ -234,7 +235,7 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
 
 
 def _recover(
-    directory: str, log: Log, commit: int, same_boot: bool, failed: bool
+    directory: str, log: Log, commit: int, near: int, same_boot: bool, failed: bool
 ) -> tuple[Index | None, Recovery]:
     """Find the log's end, and an index that may be believed."""
     index_directory = os.path.join(directory, INDEX_NAME)
@@ -244,6 +245,7 @@ def _recover(
         cache_is_true=same_boot and not failed,
         whole=index is None,
         failed=failed,
+        near=near if same_boot and not failed else 0,
     )
     words = log.state.words
     if words[COMMIT] < words[TAIL]:
@@ -305,10 +307,10 @@ def _index_matches(index: Index, log: Log) -> bool:
     """Whether the index was folded from this very log, up to a place the log still knows."""
     try:
         tx = index.write()
-    except OSError:
+    except (OSError, struct.error):  # the latter: of another release, which lays it out otherwise
         return False
     try:
-        return log.ends_with(tx.applied, tx.last_crc)
+        return log.ends_with(tx.applied, tx.last_frame, tx.last_crc)
     finally:
         tx.abort()
 

@@ -296,18 +296,17 @@ class Reading(Segments):
         if self._last[0] != tail:
             self._last = (tail, (offset, self.checksum(offset)))
 
-    def ends_with(self, end: int, checksum: int) -> bool:
-        """Whether a valid frame with this checksum ends at `end`.
+    def ends_with(self, end: int, offset: int, checksum: int) -> bool:
+        """Whether a valid frame with this checksum begins at `offset` and ends at `end`.
 
-        With a checksum of 0: whether the log begins there, with nothing before it.
+        With a checksum of 0: whether the log begins at `end`, with nothing before it.
         """
         if not checksum:
             return end <= SLOT_BYTES and self.state.words[HEAD] == 0
-        if not self.head_offset < end <= self.state.words[TAIL]:
+        if not self.head_offset <= offset < end <= self.state.words[TAIL]:
             return False
         try:
-            offset, found = self._find_last(end)
-            if not offset or found != checksum:
+            if self.checksum(offset) != checksum:
                 return False
             frame = collect(self, offset, self.limit(offset >> self.bits))
         except (BadPartError, LookupError, CorruptError):

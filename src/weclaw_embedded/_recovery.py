@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from . import _files
 from ._format import (
     CHECKPOINT_FRAME,
+    FIRST,
     HEADER_BYTES,
     HEADER_COPY_BYTES,
     PART,
@@ -36,7 +37,7 @@ from ._format import (
     unpack_header,
     unpack_slot,
 )
-from ._scan import walk
+from ._scan import BadPartError, collect, walk
 from ._segments import (
     ANNOUNCED,
     CHECKPOINT,
@@ -53,7 +54,7 @@ from ._segments import (
 )
 from .errors import CorruptError, DiskFullError, WeclawError
 
-__all__ = ["Recovery", "heal", "recover", "verify"]
+__all__ = ["Recovery", "heal", "recover", "recover_copy", "verify"]
 
 _PIECE = 1 << 20
 _WALK_TAIL_SEGMENT = 4 << 20  # segments up to this size are walked whole to find the tail
@@ -80,6 +81,7 @@ def recover(
     cache_is_true: bool,
     whole: bool,
     failed: bool,
+    near: int,
     begin_segment: Callable[[int], None],
 ) -> Recovery:
     """See `Log.recover`.  `begin_segment(prev_end)` makes the log go on in a new one."""
@@ -92,7 +94,7 @@ def recover(
     if failed or not cache_is_true:
         _files.drop_cache(log.fd, 0, 0)
     _find_segments(log)
-    recovery = _find_end(log, commit, whole=whole)
+    recovery = _find_end(log, commit, near, whole=whole)
     words = log.state.words
     words[TAIL] = max(recovery.tail, (words[LAST] << log.bits) + SLOT_BYTES)
     words[COMMIT] = min(commit, words[TAIL]) if cache_is_true else words[TAIL]
@@ -112,6 +114,37 @@ def recover(
         _find_spares(log, words[TAIL] + 1 if cache_is_true else 0)
     recovery.tail = words[TAIL]
     return recovery
+
+
+def recover_copy(log: Segments) -> None:
+    """Find where a replica's copy ends, and cut off what is torn.
+
+    Nothing is begun and nothing vouched for: what follows comes from the file it is a copy of. A
+    last segment with nothing in it yet goes too; it comes again.
+    """
+    _files.sync_data(log.fd)
+    _files.drop_cache(log.fd, 0, 0)
+    _find_segments(log)
+    words = log.state.words
+    segment = words[LAST]
+    while segment > words[HEAD] and not _begins_a_frame(log, segment):
+        segment -= 1
+    recovery, _ = _walk_to_end(log, segment << log.bits, 0)
+    end = recovery.tail
+    if recovery.cut is not None or recovery.is_end_damaged or (end - 1) >> log.bits < words[LAST]:
+        _cut(log, end)
+    words[TAIL] = words[COMMIT] = end
+    words[WRITING] = 0
+    _find_spares(log, 0)
+
+
+def _begins_a_frame(log: Segments, segment: int) -> bool:
+    try:
+        shift, _ = log.place(segment)
+    except CorruptError:
+        return False
+    data = _files.read_at(log.fd, PART_BYTES, (segment << log.bits) + SLOT_BYTES + shift)
+    return len(data) == PART_BYTES and bool(PART.unpack(data)[2] & FIRST)
 
 
 def _restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
@@ -271,11 +304,15 @@ def _complete_last_slot(log: Segments, n_slots: int) -> None:
             log.state.words[SLOTS] = n_slots - 1
 
 
-def _find_end(log: Segments, commit: int, *, whole: bool) -> Recovery:
+def _find_end(log: Segments, commit: int, near: int, *, whole: bool) -> Recovery:
     """Walk to the end of the log; set aside damage; say where to cut."""
     words = log.state.words
     first, last = words[HEAD], words[LAST]
     start = first << log.bits
+    if not whole and _is_frame(log, near):
+        recovery, _ = _walk_to_end(log, near, commit)
+        recovery.whole = False
+        return recovery
     if not whole and log.segment_bytes <= _WALK_TAIL_SEGMENT:
         # Only the segment of the commit point: a frame must end exactly there, or the commit
         # point isn't one of this log.
@@ -293,6 +330,18 @@ def _find_end(log: Segments, commit: int, *, whole: bool) -> Recovery:
     return recovery
 
 
+def _is_frame(log: Segments, offset: int) -> bool:
+    """Whether a whole frame begins there."""
+    segment = offset >> log.bits
+    if not log.state.words[HEAD] <= segment <= log.state.words[LAST] or not offset:
+        return False
+    try:
+        collect(log, offset, log.limit(segment))
+    except (BadPartError, LookupError, CorruptError):
+        return False
+    return True
+
+
 def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool]:
     words = log.state.words
     bad: list[tuple[int, str]] = []
@@ -304,7 +353,7 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
     is_boundary = commit == last_begin
     first_checkpoint = words[CHECKPOINT]
     checkpoints = [first_checkpoint]
-    end = start + SLOT_BYTES
+    end = start if start & (log.segment_bytes - 1) else start + SLOT_BYTES
     times = [0]
     n_bad = 0
     for offset, frame_end, time_us, flags, frame_commit, records in walk(

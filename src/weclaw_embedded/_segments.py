@@ -43,6 +43,7 @@ __all__ = [
     "COMMIT",
     "HEAD",
     "LAST",
+    "LAST_FRAME",
     "SLOTS",
     "SPARES",
     "TAIL",
@@ -55,8 +56,8 @@ __all__ = [
 
 # Words of a LogState.  WRITING: 1 while frames are being written, 2 when they have to be undone.
 # SPARES: free slots that are zeroed, which is what a full disk is worked off with.
-# ANNOUNCED: the HEAD that the file itself records.
-TAIL, COMMIT, HEAD, LAST, WRITING, SLOTS, CHECKPOINT, SPARES, ANNOUNCED = range(9)
+# ANNOUNCED: the HEAD that the file itself records.  LAST_FRAME: where the last frame begins.
+TAIL, COMMIT, HEAD, LAST, WRITING, SLOTS, CHECKPOINT, SPARES, ANNOUNCED, LAST_FRAME = range(10)
 WORDS = 16  # what a LogState must have room for; the others are kept for later
 
 # An entry of the slot table: segment number + 1 of a slot in use; else free.

@@ -48,6 +48,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._index import Row
     from ._options import RetryPolicy
     from ._store import Store
 
@@ -624,18 +625,20 @@ class Queue:
         """
         n = check_count("n", n, 0)
 
-        def look(session: Session) -> list[tuple[int, tuple[int, int]]]:
+        def look(session: Session) -> list[tuple[int, tuple[int, int], Row | None]]:
             group = self._swept(session)
             if group is None:
                 return []
-            offsets = session.tx.peek(group, n, session.now_us)
-            return [(offset, self._place(session, offset)) for offset in offsets]
+            return [
+                (offset, self._place(session, offset), session.tx.row(group.gid, offset))
+                for offset in session.tx.peek(group, n, session.now_us)
+            ]
 
         found = []
-        for offset, (location, salt) in self._run(look):
+        for offset, (location, salt), row in self._run(look):
             content = self._read(offset, location, salt)
             if content is not None:
-                found.append(Message(self, content, None))
+                found.append(Message(self, content, None, row))
         return found
 
     def stats(self) -> Stats:

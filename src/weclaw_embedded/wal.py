@@ -67,6 +67,7 @@ from ._segments import (
     COMMIT,
     HEAD,
     LAST,
+    LAST_FRAME,
     SLOTS,
     SPARES,
     TAIL,
@@ -82,6 +83,7 @@ __all__ = [
     "COMMIT",
     "HEAD",
     "LAST",
+    "LAST_FRAME",
     "SLOTS",
     "SPARES",
     "TAIL",
@@ -378,6 +380,7 @@ class Log(Reading):
         self._buffers = []
         self._run_at += written
         tail = words[TAIL] = self._tail = self._end
+        words[LAST_FRAME] = self._last_pending[0]
         words[WRITING] = 0
         self._last = (tail, self._last_pending)
         return tail
@@ -449,14 +452,16 @@ class Log(Reading):
         cache_is_true: bool = False,
         whole: bool = True,
         failed: bool = False,
+        near: int = 0,
     ) -> Recovery:
         """Find the state of the log from the file alone; the caller has the file for itself.
 
         `commit` is a commit point known from before (0: none): what is bad below it is damage.
         `cache_is_true`: nothing but processes died since the file was written, so what the
         cache says is what there is.  Otherwise the file is synced and read from the disk.
-        `whole=False`: the end is enough, if it can be found from `commit`.  `failed`: a sync
-        failed at that commit point; what lies above it is written again first.
+        `whole=False`: the end is enough, if it can be found from `near`, where the last frame was
+        said to begin, or from `commit`.  `failed`: a sync failed at that commit point; what lies
+        above it is written again first.
 
         Raises CorruptError when there is no log to be found, OSError when the disk refuses.
         """
@@ -469,6 +474,7 @@ class Log(Reading):
             cache_is_true=cache_is_true,
             whole=whole,
             failed=failed,
+            near=near,
             begin_segment=self._begin_after_recovery,
         )
 
