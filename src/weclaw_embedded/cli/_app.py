@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -24,6 +25,7 @@ from weclaw_embedded.cli import (
     put,
     work,
 )
+from weclaw_embedded.cli._common import plain
 from weclaw_embedded.errors import WeclawError
 
 __all__ = ["app", "run"]
@@ -49,12 +51,29 @@ for _group in _GROUPS:
         app.add_command(_command)
 
 
+class _Lines(logging.Handler):
+    """What the library logs, as lines on standard error, beside or above a progress bar."""
+
+    def __init__(self, *, debug: bool) -> None:
+        super().__init__(logging.WARNING)
+        self._debug = debug
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = plain(record.getMessage())
+        if self._debug and record.exc_info:
+            text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
+        click.echo(f"weclawctl: {text}", err=True)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status and raises nothing."""
     own = list(arguments)
     end = own.index("--") if "--" in own else len(own)
     debug = "--debug" in own[:end]
     own = [word for i, word in enumerate(own) if i >= end or word != "--debug"]
+    logger = logging.getLogger("weclaw_embedded")
+    lines = _Lines(debug=debug)
+    logger.addHandler(lines)
     try:
         status = app.main(args=own, prog_name="weclawctl", standalone_mode=False)
         sys.stdout.flush()
@@ -78,3 +97,5 @@ def run(arguments: Sequence[str]) -> int:
             text = " ".join(str(error).split()) or type(error).__name__
             click.echo(f"weclawctl: {text}", err=True)
         return 1
+    finally:
+        logger.removeHandler(lines)

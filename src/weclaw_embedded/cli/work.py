@@ -1,21 +1,14 @@
-"""work: run a handler over a queue, from a shell.
-
-The loop is small on purpose: threads over `Queue.get`, `with msg`, and a stop that hands back
-what isn't finished. `_Crew` is all there is of it, so that something richer can take its place.
-"""
+"""work: run a handler over a queue, from a shell. All of it is `Worker`; here it is watched."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import importlib
-import inspect
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -27,8 +20,8 @@ __all__ = ["COMMANDS"]
 
 Handler = Callable[[weclaw.Message], Any]
 
-# How often a waiting thread looks whether it should stop. It is woken by a put all the same.
-_LOOK_S = 0.5
+# How often the bar moves, and the end of a drain is looked for when nobody wakes us.
+_LOOK_S = 0.2
 
 
 @click.command()
@@ -38,17 +31,32 @@ _LOOK_S = 0.5
 @click.option("--drain", is_flag=True, help="End when nothing is ready, delayed or leased.")
 @click.option(
     "--visibility-timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=common.DURATION,
     default=60.0,
     show_default=True,
-    help="Seconds a lease lasts; it is renewed while the handler runs.",
+    help="How long a lease lasts; it is renewed while the handler runs.",
+)
+@click.option(
+    "--max-run-time",
+    type=common.DURATION,
+    help="A handler that runs longer has failed; default: any time.",
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=common.DURATION,
     default=30.0,
     show_default=True,
-    help="Seconds that running handlers get after SIGTERM or Ctrl-C.",
+    help="What running handlers get after SIGTERM or Ctrl-C.",
+)
+@click.option(
+    "--pause-after",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="After so many failures in a row the queue is paused (0: never) …",
+)
+@click.option(
+    "--pause-for", type=common.DURATION, default=15.0, show_default=True, help="… for so long."
 )
 @click.option("--consumer", help="A name for this worker, shown in failures.")
 @common.topic_option
@@ -60,7 +68,10 @@ def work(
     concurrency: int,
     drain: bool,
     visibility_timeout: float,
+    max_run_time: float | None,
     grace: float,
+    pause_after: int,
+    pause_for: float,
     consumer: str | None,
     topic: str,
     group: str,
@@ -69,35 +80,76 @@ def work(
     """Call MODULE:HANDLER for each message of FILE.
 
     The handler gets the message; what it returns is kept as the result, what it raises counts as
-    a failure and is retried. Killed at any moment, start it again: it goes on where it was.
+    a failure and is retried. Killed at any moment, start it again: it goes on where it was. With
+    --drain retries are waited for, and it ends with 0 when nothing is left.
     """
     function = _load(handler)
     common.must_exist(file)
-    store = weclaw.open(file, consumer=consumer)
-    try:
+    started = time.monotonic()
+    with weclaw.open(file, consumer=consumer) as store:
         queue = common.queue_of(store, topic, group, visibility_timeout=visibility_timeout)
-        crew = _Crew(queue, function, concurrency)
-        drained = crew.run(drain=drain, grace=grace)
-        left = queue.stats()
-    finally:
-        store.close()  # hands back, uncounted, what is still held
+        worker = weclaw.Worker(
+            queue,
+            function,
+            concurrency=concurrency,
+            max_run_time=max_run_time,
+            grace=grace,
+            pause_after=pause_after,
+            pause_for=pause_for,
+        )
+        with _watched(worker, queue, drain=drain):
+            worker.run()
+        stats = queue.stats()
+    left = stats.ready + stats.delayed + stats.leased
+    seconds = time.monotonic() - started
     if as_json:
         common.print_json(
             {
-                "done": crew.done,
-                "failed": crew.failed,
-                "dead": left.dead,
-                "left": left.ready + left.delayed + left.leased,
-                "seconds": round(crew.seconds, 3),
+                "done": worker.done,
+                "failed": worker.failed,
+                "dead": stats.dead,
+                "left": left,
+                "seconds": round(seconds, 3),
             }
         )
     else:
         click.echo(
-            f"{common.count(crew.done, 'message')} done, {common.count(crew.failed, 'failure')} "
-            f"in {crew.seconds:.1f} s; {left.ready + left.delayed + left.leased} left, "
-            f"{common.count(left.dead, 'dead letter')}"
+            f"{common.count(worker.done, 'message')} done, "
+            f"{common.count(worker.failed, 'failure')} in {seconds:.1f} s; {left} left, "
+            f"{common.count(stats.dead, 'dead letter')}"
         )
-    return 0 if drained or not drain else 1
+    return 1 if drain and left else 0
+
+
+@contextlib.contextmanager
+def _watched(worker: weclaw.Worker, queue: weclaw.Queue, *, drain: bool) -> Iterator[None]:
+    """Show how far the worker is, and stop it when a drain is done."""
+    over = threading.Event()
+
+    def watch(update: Callable[..., None]) -> None:
+        try:
+            while not over.is_set():
+                stats = queue.stats()
+                left = stats.ready + stats.delayed + stats.leased
+                failures = f" ({common.count(worker.failed, 'failure')})" if worker.failed else ""
+                update(completed=worker.done, total=worker.done + left, label=f"work{failures}")
+                if not drain:
+                    over.wait(_LOOK_S)
+                elif queue.join(timeout=_LOOK_S):
+                    worker.stop()
+                    return
+        except (weclaw.StorageError, weclaw.ClosedError):
+            worker.stop()  # it meets the same, and says so
+
+    with common.progress_bar("work", None) as update:
+        thread = threading.Thread(target=watch, args=(update,), name="watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            update(completed=worker.done)
 
 
 def _load(spec: str) -> Handler:
@@ -119,104 +171,6 @@ def _load(spec: str) -> Handler:
     if not callable(found):
         raise click.UsageError(f"{spec} is not callable")
     return found  # type: ignore[no-any-return]
-
-
-class _Crew:
-    """Threads that take messages and run the handler, until told to stop or nothing is left."""
-
-    def __init__(self, queue: weclaw.Queue, handler: Handler, concurrency: int) -> None:
-        self.done = 0
-        self.failed = 0
-        self.seconds = 0.0
-        self._queue = queue
-        self._handler = handler
-        self._concurrency = concurrency
-        self._stop = threading.Event()
-        self._broken: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def run(self, *, drain: bool, grace: float) -> bool:
-        """Work; returns whether the queue was drained. Raises what broke a thread."""
-        started = time.monotonic()
-        threads = [
-            threading.Thread(target=self._take, name=f"work-{i}", daemon=True)
-            for i in range(self._concurrency)
-        ]
-        handlers = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        drained = False
-        try:
-            for thread in threads:
-                thread.start()
-            with common.progress_bar("work", None) as update:
-                while not self._stop.is_set() and not drained:
-                    stats = self._queue.stats()
-                    left = stats.ready + stats.delayed + stats.leased
-                    update(completed=self.done, total=self.done + left, label=self._label())
-                    drained = drain and left == 0
-                    if not drained:
-                        self._stop.wait(0.2)
-                self._stop.set()
-                deadline = time.monotonic() + grace
-                for thread in threads:
-                    thread.join(max(0.0, deadline - time.monotonic()))
-                update(completed=self.done, label=self._label())
-        finally:
-            self._stop.set()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            self.seconds = time.monotonic() - started
-        if self._broken is not None:
-            raise self._broken
-        return drained
-
-    def _label(self) -> str:
-        return f"work ({common.count(self.failed, 'failure')})" if self.failed else "work"
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop.is_set():
-            raise KeyboardInterrupt  # asked twice: don't wait for the grace to pass
-        self._stop.set()
-
-    def _take(self) -> None:
-        try:
-            while not self._stop.is_set():
-                try:
-                    msg = self._queue.get(timeout=_LOOK_S)
-                except weclaw.Empty:
-                    continue
-                if self._stop.is_set():
-                    msg.release()
-                    return
-                self._work(msg)
-        except weclaw.ClosedError:
-            return  # the grace is over and the store was closed
-        except BaseException as error:  # noqa: BLE001  run() raises it in the main thread
-            self._broken = error
-            self._stop.set()
-
-    def _work(self, msg: weclaw.Message) -> None:
-        try:
-            with msg:
-                result = self._handler(msg)
-                if inspect.iscoroutine(result):
-                    result = asyncio.run(result)
-                try:
-                    msg.ack(result=result)
-                except weclaw.LeaseLostError:
-                    pass  # the handler has settled it itself
-        except (weclaw.StorageError, weclaw.ClosedError):
-            raise
-        except Exception as error:  # noqa: BLE001  the handler is the user's code
-            with self._lock:
-                self.failed += 1
-            text = f"{type(error).__name__}: {error}"
-            click.echo(f"{common.plain(msg.id)} failed ({common.excerpt(text, 200)})", err=True)
-        else:
-            with self._lock:
-                self.done += 1
 
 
 COMMANDS = [work]
