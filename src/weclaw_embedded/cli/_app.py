@@ -25,7 +25,7 @@ from weclaw_embedded.cli import (
     put,
     work,
 )
-from weclaw_embedded.cli._common import plain
+from weclaw_embedded.cli._common import plain, say
 from weclaw_embedded.errors import WeclawError
 
 __all__ = ["app", "run"]
@@ -62,7 +62,7 @@ class _Lines(logging.Handler):
         text = plain(record.getMessage())
         if self._debug and record.exc_info:
             text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
-        click.echo(f"weclawctl: {text}", err=True)
+        say(f"weclawctl: {text}")
 
 
 def run(arguments: Sequence[str]) -> int:

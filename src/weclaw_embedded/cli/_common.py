@@ -51,6 +51,7 @@ __all__ = [
     "progress_bar",
     "queue_of",
     "readonly_option",
+    "say",
     "short",
     "size",
     "topic_option",
@@ -321,6 +322,9 @@ def print_table(
     out.print(table)
 
 
+_bars: list[Progress] = []
+
+
 @contextlib.contextmanager
 def progress_bar(label: str, total: int | None, *, pulse: bool = False) -> Iterator[Any]:
     """Yield update(completed=…, total=…, label=…); shown on a terminal and nowhere else.
@@ -340,6 +344,7 @@ def progress_bar(label: str, total: int | None, *, pulse: bool = False) -> Itera
         expand=False,
         transient=pulse,
     ) as progress:
+        _bars.append(progress)
         task = progress.add_task(label, total=total)
 
         def update(
@@ -347,4 +352,15 @@ def progress_bar(label: str, total: int | None, *, pulse: bool = False) -> Itera
         ) -> None:
             progress.update(task, completed=completed, total=total, description=label)
 
-        yield update
+        try:
+            yield update
+        finally:
+            _bars.remove(progress)
+
+
+def say(text: str) -> None:
+    """A line on standard error, above the progress bar if there is one."""
+    if _bars:
+        _bars[-1].console.print(Text(text), soft_wrap=True)
+    else:
+        click.echo(text, err=True)
