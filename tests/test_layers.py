@@ -17,7 +17,7 @@ README = PACKAGE.parent.parent / "README.md"
 #: height and do not know each other, except where EXCEPTIONS says so.
 LAYERS = [
     ["errors", "_version"],
-    ["_clock", "_files", "_format", "_values", "_jsonable"],
+    ["_clock", "_files", "_format", "_stream", "_values", "_jsonable"],
     ["_codecs", "_record_types"],
     ["_options", "_records"],
     ["_segments"],
