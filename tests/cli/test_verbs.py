@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,80 +17,11 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
+from tests.helpers.cli import ROOT, kill_letters, start
+
 import weclaw_embedded as weclaw
 from weclaw_embedded.cli import _common
-from weclaw_embedded.cli._app import app, run
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "my tasks 任务.wq"
-
-
-@pytest.fixture
-def ctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command line in this process: (exit status, output, errors)."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = run([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
-
-
-@pytest.fixture
-def js(ctl: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
-    """Run with --json and read it."""
-
-    def call(*words: object, status: int = 0) -> Any:
-        ended, out, err = ctl(*words, "--json")
-        assert ended == status, err
-        return json.loads(out)
-
-    return call
-
-
-def start(*words: object, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "weclaw_embedded.cli", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        **options,
-    )
-
-
-@pytest.fixture
-def handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """Make a module of handlers; gives the specification of its function `handle`."""
-    made = []
-
-    def make(code: str) -> str:
-        name = f"handlers_{os.getpid()}_{len(made)}_{time.monotonic_ns()}"
-        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
-        made.append(name)
-        return f"{tmp_path / name}.py:handle"
-
-    path = list(sys.path)
-    yield make
-    sys.path[:] = path
-    for name in made:
-        sys.modules.pop(name, None)
-
-
-def kill_letters(file: Path, *bodies: Any) -> list[str]:
-    with weclaw.Queue(file, consumer="a test") as q:
-        ids = q.put_many(list(bodies))
-        for _ in bodies:
-            q.get(timeout=5).fail("blocked by policy")
-    return ids
-
+from weclaw_embedded.cli._app import app
 
 # put
 

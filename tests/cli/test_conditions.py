@@ -1,0 +1,207 @@
+"""Every verb on a file that is healthy, at work, damaged, not writable, missing, not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from tests.helpers.cli import kill_letters, start, until
+
+import weclaw_embedded as weclaw
+
+LETTER = "LETTER"  # stands for the id of a dead letter
+OUT = "OUT"  # for a path that is free
+
+#: What only looks. FILE is put in after the verb.
+LOOKING: list[tuple[str, ...]] = [
+    ("stats",),
+    ("health",),
+    ("peek",),
+    ("peek", "--leased"),
+    ("results",),
+    ("verify",),
+    ("top", "--interval", "0.1"),
+    ("tail", "--no-follow"),
+    ("metrics",),
+    ("dlq list",),
+    ("dlq show", LETTER),
+    ("dlq export", OUT),
+]
+#: What changes something, or copies.
+CHANGING: list[tuple[str, ...]] = [
+    ("put", '{"n": 1}'),
+    ("pause", "0.1"),
+    ("resume",),
+    ("replay", "--offset", "earliest"),
+    ("dlq redrive",),
+    ("dlq redrive", "--dry-run"),
+    ("dlq purge", "--yes"),
+    ("repair", "--yes"),
+    ("backup", OUT),
+    ("purge", "--yes"),
+]
+
+
+def name_of(words: tuple[str, ...]) -> str:
+    return " ".join(words)
+
+
+def command(words: tuple[str, ...], file: Path, *extra: str, letter: str = "x") -> list[str]:
+    verb, *rest = words
+    out = f"{file}.{time.monotonic_ns()}.out"
+    rest = [{LETTER: letter, OUT: out}.get(word, word) for word in rest]
+    return [*verb.split(), str(file), *rest, *extra]
+
+
+@pytest.fixture
+def letter(file: Path) -> str:
+    """A file with something of everything; the id of its dead letter."""
+    (dead,) = kill_letters(file, {"n": 0})
+    with weclaw.Queue(file) as q:
+        q.put_many([{"n": n, "text": "a" * 200} for n in range(1, 9)])
+        for n in range(3):
+            q.get(timeout=5).ack(result={"n": n})
+    return dead
+
+
+@pytest.mark.parametrize("words", LOOKING + CHANGING, ids=name_of)
+def test_on_a_healthy_file(words: tuple[str, ...], file: Path, letter: str, ctl: Any) -> None:
+    """Ends with 0, prints within 80 columns, and says nothing on standard error."""
+    status, out, err = ctl(*command(words, file, letter=letter))
+    assert (status, err) == (0, "")
+    if words[0] not in ("metrics", "put") and OUT not in words:  # for programs; long paths
+        assert max(map(len, out.splitlines()), default=0) <= 80, out
+
+
+@pytest.mark.parametrize("words", LOOKING, ids=name_of)
+def test_looking_readonly(words: tuple[str, ...], file: Path, letter: str, ctl: Any) -> None:
+    """--readonly changes no byte of the file and nothing beside it, scratch folder or none."""
+    scratch = Path(f"{file}.d")
+    shutil.rmtree(scratch)
+    before = file.read_bytes()
+    assert ctl(*command(words, file, "--readonly", letter=letter))[0] == 0
+    assert file.read_bytes() == before
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize("words", LOOKING, ids=name_of)
+def test_looking_at_what_may_not_be_written(
+    words: tuple[str, ...],
+    file: Path,
+    letter: str,
+    ctl: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the caller may not write is opened readonly without being asked for it."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    before = file.read_bytes()
+    assert ctl(*command(words, file, letter=letter))[0] == 0
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("words", LOOKING + CHANGING[1:], ids=name_of)
+def test_on_a_missing_file(words: tuple[str, ...], file: Path, ctl: Any) -> None:
+    """One line that says so, exit status 1, and no file made; only `put` makes one."""
+    status, out, err = ctl(*command(words, file))
+    assert status == 1
+    assert "there is no such file" in out + err
+    assert "Traceback" not in err
+    assert list(file.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", LOOKING + CHANGING, ids=name_of)
+def test_on_a_file_that_is_not_ours(words: tuple[str, ...], file: Path, ctl: Any) -> None:
+    """Refused, and not touched."""
+    file.write_bytes(b"\x89PNG" + bytes(5000))
+    status, out, err = ctl(*command(words, file))
+    assert status == 1
+    assert "Traceback" not in err
+    assert len(err.splitlines()) <= 1
+    assert out or err
+    assert file.read_bytes() == b"\x89PNG" + bytes(5000)
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("words", LOOKING + CHANGING, ids=name_of)
+def test_on_a_damaged_file(words: tuple[str, ...], file: Path, letter: str, ctl: Any) -> None:
+    """Damage is bad for `verify` and `health` and stops nothing else."""
+    with weclaw.Queue(file) as q:
+        q.put("b" * 300)
+        q.put("after it")
+    data = bytearray(file.read_bytes())
+    data[data.index(b"b" * 300) + 100] ^= 0xFF
+    file.write_bytes(data)
+    if words[0] == "health":  # which does not read everything, but knows what was met
+        shutil.rmtree(f"{file}.d")
+    for _ in range(2):  # found while it is opened, and known
+        status, _, err = ctl(*command(words, file, letter=letter))
+        assert status == (1 if words[0] in ("verify", "health") else 0), err
+        assert "Traceback" not in err
+        if words[0].startswith("dlq"):
+            break  # the letter is no longer there
+
+
+@pytest.fixture
+def busy(file: Path, handlers: Callable[[str], str]) -> Iterator[Path]:
+    """A file that another process works on meanwhile."""
+    with weclaw.Queue(file) as q:
+        q.put_many([{"n": n} for n in range(200)])
+    spec = handlers("import time\ndef handle(msg):\n    time.sleep(0.05)\n    return 1\n")
+    child = start("work", file, spec, "--concurrency", 2)
+    with weclaw.Queue(file) as q:
+        until(lambda: q.stats().settled > 0)
+    yield file
+    child.terminate()
+    child.communicate(timeout=30)
+    assert child.returncode == 0
+
+
+def test_on_a_file_at_work(busy: Path, ctl: Any, js: Any) -> None:
+    """All verbs work while another process has the file, and that one is not disturbed."""
+    kill_letters(busy, 1)
+    with weclaw.Queue(busy) as q:
+        (dead,) = q.dlq.peek(1)
+    for words in LOOKING + CHANGING[:-1]:
+        status, _, err = ctl(*command(words, busy, letter=dead.id))
+        assert status == 0, (words, err)
+        if words[0] in ("pause", "dlq purge"):
+            kill_letters(busy, 1)
+    assert js("peek", busy, "--leased") != []
+    found = js("stats", busy)
+    until(lambda: js("stats", busy)["settled"] > found["settled"])
+    assert ctl(*command(CHANGING[-1], busy))[0] == 0
+
+
+@pytest.mark.parametrize("words", [*LOOKING, *CHANGING], ids=name_of)
+def test_json_is_json(words: tuple[str, ...], file: Path, letter: str, ctl: Any) -> None:
+    """Every verb that prints data has --json, in one document or one line each."""
+    if words[0] in ("pause", "resume"):
+        return  # they print no data
+    status, out, err = ctl(*command(words, file, "--json", letter=letter))
+    assert status == 0, err
+    try:
+        json.loads(out)
+    except ValueError:
+        assert [json.loads(line) for line in out.splitlines()]
+
+
+def test_a_name_that_begins_with_a_dash_or_is_a_link(
+    file: Path, letter: str, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a file may be called."""
+    monkeypatch.chdir(file.parent)
+    link = file.parent / "-ссылка ‘x’.wq"
+    link.symlink_to(file)
+    assert ctl("stats", "--", link.name)[0] == 0
+    assert ctl("dlq", "show", "--", link.name, letter)[0] == 0

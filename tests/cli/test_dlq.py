@@ -1,0 +1,290 @@
+"""weclawctl dlq: choose, redrive, export, purge, and call somebody."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from tests.helpers.cli import Terminal, kill_letters, start, until
+
+import weclaw_embedded as weclaw
+
+
+@pytest.fixture
+def letters(file: Path) -> dict[str, list[str]]:
+    """Letters of two reasons, and one in another topic and group."""
+    found = {
+        "timeout": kill_letters(file, {"n": 1}, {"n": 2}, reason="TimeoutError: no answer"),
+        "policy": kill_letters(file, {"n": 3}, reason="blocked by policy"),
+    }
+    found["other"] = kill_letters(file, b"\xff", topic="mails", group="senders")
+    return found
+
+
+def test_letters_are_chosen_by_reason_and_age(file: Path, letters: Any, js: Any, ctl: Any) -> None:
+    """--reason is a part of the reason in any case; ages count from the death."""
+    assert [one["id"] for one in js("dlq", "list", file, "--reason", "timeout")] == letters[
+        "timeout"
+    ]
+    assert js("dlq", "list", file, "--older-than", "1h") == []
+    assert len(js("dlq", "list", file, "--newer-than", "1h")) == 3
+    assert len(js("dlq", "list", file, "--newer-than", "1h", "--reason", "POLICY")) == 1
+    assert "no dead letters that pass" in ctl("dlq", "list", file, "--reason", "nonsense")[1]
+    assert ctl("dlq", "list", file, "--older-than", "soon")[0] == 2
+
+
+def test_letters_elsewhere_are_not_overlooked(file: Path, letters: Any, ctl: Any) -> None:
+    """Who looks in the wrong topic is told where there are letters."""
+    _, out, _ = ctl("dlq", "list", file, "--topic", "empty")
+    assert "1 letter in topic 'mails', group 'senders'" in out
+    assert "3 letters in topic 'default', group 'default'" in out
+
+
+def test_a_long_list_is_cut_and_says_so(file: Path, js: Any, ctl: Any) -> None:
+    kill_letters(file, *range(120))
+    assert len(js("dlq", "list", file)) == 120
+    assert len(js("dlq", "list", file, "-n", 5)) == 5
+    assert "the first 5 of 120 letters" in ctl("dlq", "list", file, "-n", 5)[1]
+
+
+def test_a_dry_run_shows_and_changes_nothing(file: Path, letters: Any, js: Any, ctl: Any) -> None:
+    status, out, _ = ctl("dlq", "redrive", file, "--reason", "timeout", "--dry-run")
+    assert status == 0
+    assert out.splitlines() == [*letters["timeout"], "2 dead letters would be redriven"]
+    assert js("dlq", "redrive", file, "-n", 1, "--dry-run") == {"redriven": 1, "dry_run": True}
+    assert js("stats", file)["dead"] == 3
+
+
+def test_those_that_pass_are_redriven(file: Path, letters: Any, js: Any, ctl: Any) -> None:
+    assert js("dlq", "redrive", file, "--reason", "timeout") == {"redriven": 2}
+    assert [one["id"] for one in js("dlq", "list", file)] == letters["policy"]
+    assert js("dlq", "redrive", file, "--reason", "timeout") == {"redriven": 0}
+    assert ctl("dlq", "redrive", file, "--all", "--reason", "x")[0] == 2
+    assert js("dlq", "redrive", file, "--all") == {"redriven": 1}
+    assert js("dlq", "redrive", file, "--topic", "mails", "--group", "senders")["redriven"] == 1
+
+
+def test_purge_asks_on_a_terminal(file: Path, letters: Any, js: Any) -> None:
+    """No is the default; a yes does it."""
+    with Terminal("dlq", "purge", file, "--reason", "timeout") as screen:
+        screen.wait_for(r"Take 2 dead letters .* away for good\? \[y/N\]")
+        screen.type("\n")
+        assert screen.end() == 1
+        assert "nothing was done" in screen.text
+    assert js("stats", file)["dead"] == 3
+    with Terminal("dlq", "purge", file, "--reason", "timeout") as screen:
+        screen.wait_for(r"\[y/N\]")
+        screen.type("y\n")
+        assert screen.end() == 0
+    assert [one["id"] for one in js("dlq", "list", file)] == letters["policy"]
+
+
+def test_export_as_csv_and_jsonl(file: Path, letters: Any, tmp_path: Path, js: Any) -> None:
+    """The name says the form; a body that JSON can't write is given as its bytes in base64."""
+    out = tmp_path / "letters.csv"
+    assert js("dlq", "export", file, out, "--reason", "timeout")["exported"] == 2
+    rows = list(csv.DictReader(io.StringIO(out.read_text(encoding="utf-8"))))
+    assert [row["id"] for row in rows] == letters["timeout"]
+    assert [json.loads(row["body"]) for row in rows] == [{"n": 1}, {"n": 2}]
+    assert json.loads(rows[0]["failures"])[0]["reason"] == "TimeoutError: no answer"
+    out = tmp_path / "letters.jsonl"
+    js("dlq", "export", file, out, "--topic", "mails", "--group", "senders")
+    assert json.loads(out.read_text(encoding="utf-8"))["body"] == {"base64": "/w=="}
+    assert sorted(one.name for one in tmp_path.iterdir() if "letters" in one.name) == [
+        "letters.csv",
+        "letters.jsonl",
+    ]
+
+
+def test_an_export_that_can_not_be_written_leaves_nothing(
+    file: Path, letters: Any, tmp_path: Path, ctl: Any
+) -> None:
+    status, _, err = ctl("dlq", "export", file, tmp_path / "no such folder" / "x.jsonl")
+    assert status == 1
+    assert "no such folder" in err
+    (tmp_path / "taken").mkdir()
+    assert ctl("dlq", "export", file, tmp_path / "taken")[0] == 2
+
+
+def test_json_of_a_letter_and_of_a_result_follow_one_rule(file: Path, js: Any) -> None:
+    """A body reads the same wherever it is printed."""
+    body = {"b": b"\xff", "nan": float("nan"), "t": (1, 2), 5: None}
+    (dead,) = kill_letters(file, body)
+    with weclaw.Queue(file) as q:
+        q.put(body)
+        shown = [js("peek", file)[0]["body"], js("dlq", "show", file, dead)["body"]]
+        done = q.put(body, id="done")
+        for _ in range(2):
+            q.get(timeout=5).ack(result=body)
+    shown.append(js("results", file, done)[0]["result"])
+    expected = {"b": {"base64": "/w=="}, "nan": "nan", "t": [1, 2], "5": None}
+    assert shown == [expected] * 3
+
+
+# watch
+
+
+def called(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8").split() if log.exists() else []
+
+
+def note(log: Path) -> str:
+    """A command that writes down whom it was called for."""
+    return f'echo "$WECLAW_LETTER_ID" >> "{log}"'
+
+
+def test_watch_calls_once_for_each_letter_over_restarts(file: Path, tmp_path: Path) -> None:
+    """Killed and started again, it goes on with what died meanwhile and repeats nothing."""
+    log = tmp_path / "calls.log"
+    first = kill_letters(file, 1)
+    words = ("dlq", "watch", file, "--exec", note(log), "--interval", "0.1")
+    child = start(*words)
+    until(lambda: called(log) == first)
+    second = kill_letters(file, 2, topic="mails", group="senders")
+    until(lambda: called(log) == first + second)
+    child.kill()
+    child.communicate()
+
+    third = kill_letters(file, 3)
+    child = start(*words)
+    until(lambda: called(log) == first + second + third)
+    with weclaw.Queue(file) as q:  # it dies a second time
+        assert q.dlq.redrive(first) == 1
+        q.get(timeout=5).fail("again")
+    until(lambda: called(log) == first + second + third + first)
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (0, "")
+    assert called(log) == first + second + third + first
+
+
+def test_watch_sees_what_nobody_else_would_judge(file: Path, tmp_path: Path) -> None:
+    """A message that runs out of time while no consumer runs is called for."""
+    log = tmp_path / "calls.log"
+    with weclaw.Queue(file, start="earliest") as q:
+        one = q.put(1, ttl=0.5)
+    child = start("dlq", "watch", file, "--exec", note(log), "--interval", "0.1")
+    until(lambda: called(log) == [one])
+    child.terminate()
+    child.communicate(timeout=30)
+
+
+def test_the_command_gets_the_whole_letter(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """On standard input as JSON, and in its environment; nothing of it is run by the shell."""
+    log = tmp_path / "letter.json"
+    body = {"evil": '$(touch "pwned") `touch pwned`; "'}
+    (dead,) = kill_letters(file, body, reason='x"; touch pwned; $(touch pwned)')
+    code = "import json, os, sys; json.dump([json.load(sys.stdin), dict(os.environ)], sys.stdout)"
+    command = f"{sys.executable} -c '{code}' > '{log}'"
+    assert ctl("dlq", "watch", file, "--exec", command, "--once")[0] == 0
+    letter, environment = json.loads(log.read_text(encoding="utf-8"))
+    assert (letter["id"], letter["body"]) == (dead, body)
+    assert environment["WECLAW_LETTER_ID"] == dead
+    assert environment["WECLAW_LETTER_REASON"] == 'x"; touch pwned; $(touch pwned)'
+    assert environment["WECLAW_LETTER_TOPIC"] == environment["WECLAW_LETTER_GROUP"] == "default"
+    assert environment["WECLAW_LETTER_FILE"] == str(file)
+
+
+def test_a_command_that_fails_is_reported_and_not_repeated(file: Path, ctl: Any) -> None:
+    (dead,) = kill_letters(file, 1)
+    status, _, err = ctl("dlq", "watch", file, "--exec", "exit 3", "--once")
+    assert status == 1
+    assert f"ended with 3 for {dead}" in err
+    assert ctl("dlq", "watch", file, "--exec", "exit 3", "--once") == (0, "", "")
+
+
+def test_what_was_there_can_be_skipped(file: Path, tmp_path: Path, ctl: Any) -> None:
+    log = tmp_path / "calls.log"
+    kill_letters(file, 1, 2)
+    words = ("dlq", "watch", file, "--exec", note(log), "--once", "--skip-existing")
+    assert ctl(*words)[0] == 0
+    (third,) = kill_letters(file, 3)
+    assert ctl(*words)[0] == 0
+    assert called(log) == [third]
+
+
+def test_two_watches_do_not_share_a_memory(file: Path, tmp_path: Path, ctl: Any) -> None:
+    log = tmp_path / "calls.log"
+    kill_letters(file, 1)
+    child = start("dlq", "watch", file, "--exec", note(log))
+    until(lambda: called(log))
+    status, _, err = ctl("dlq", "watch", file, "--exec", note(log), "--once")
+    assert status == 1
+    assert "another watch" in err
+    other = ("--state", tmp_path / "other.state")
+    assert ctl("dlq", "watch", file, "--exec", note(log), "--once", *other)[0] == 0
+    child.terminate()
+    child.communicate(timeout=30)
+    assert len(called(log)) == 2
+
+
+def test_a_line_cut_by_a_crash_is_no_call(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """The last line of the memory is not whole: nobody was called for it."""
+    log = tmp_path / "calls.log"
+    ids = kill_letters(file, 1, 2)
+    assert ctl("dlq", "watch", file, "--exec", note(log), "--once")[0] == 0
+    memory = Path(f"{file}.watch")
+    lines = memory.read_text(encoding="utf-8")
+    memory.write_text(lines[: len(lines) - 3], encoding="utf-8")
+    assert ctl("dlq", "watch", file, "--exec", note(log), "--once")[0] == 0
+    assert called(log) == [*ids, ids[1]]
+    assert memory.read_text(encoding="utf-8").count("\n") == 2
+
+
+def test_ctrl_c_lets_the_command_end(file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "calls.log"
+    (dead,) = kill_letters(file, 1)
+    began = tmp_path / "began"
+    with Terminal("dlq", "watch", file, "--exec", f"touch {began}; sleep 1; {note(log)}") as screen:
+        until(began.exists)
+        screen.type("\x03")
+        assert screen.end() == 0
+    assert called(log) == [dead]
+
+
+def test_watching_readonly(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """Only letters that are written down are called for, once."""
+    log = tmp_path / "calls.log"
+    (dead,) = kill_letters(file, 1)
+    with weclaw.Queue(file) as q:
+        q.put(1, ttl=0.01)
+    for _ in range(2):
+        words = ("dlq", "watch", file, "--exec", note(log), "--once", "--readonly")
+        assert ctl(*words)[0] == 0
+    assert called(log) == [dead]
+
+
+def test_the_memory_does_not_grow_for_ever(
+    file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letters that are gone are forgotten when they have become many."""
+    from weclaw_embedded.cli import watch
+
+    monkeypatch.setattr(watch, "_SLACK", 3)
+    kill_letters(file, *range(5))
+    assert ctl("dlq", "watch", file, "--exec", "true", "--once")[0] == 0
+    assert ctl("dlq", "purge", file, "--yes")[0] == 0
+    kill_letters(file, 9)
+    assert ctl("dlq", "watch", file, "--exec", "true", "--once")[0] == 0
+    memory = Path(f"{file}.watch")
+    assert memory.read_text(encoding="utf-8").count("\n") == 1
+    assert not Path(f"{memory}.part").exists()
+
+
+def test_the_shell_runs_the_command_in_the_callers_folder(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctl: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kill_letters(file, 1)
+    assert ctl("dlq", "watch", file, "--exec", "pwd > here", "--once")[0] == 0
+    assert (tmp_path / "here").read_text(encoding="utf-8").strip() == str(tmp_path)
