@@ -43,6 +43,7 @@ class Address:
     group: str
     gid: int
     retry: RetryPolicy
+    holder: object = None  # whose leases are handed back together: the queue's, so its store's
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Lease:
         "delivery",
         "engine",
         "gid",
+        "holder",
         "keyed",
         "location",
         "offset",
@@ -98,6 +100,7 @@ class Lease:
         self.salt = 0
         self.deadline_ns = NEVER
         self.visibility_s: float | None = None
+        self.holder: object = None
 
     def release_record(self) -> bytes:
         """Hand it back uncounted."""
@@ -221,7 +224,7 @@ def _put(
         )
     else:
         made = iter(())
-    session.must_sync |= policy >= SYNC
+    session.must_sync |= policy >= session.sync_from
     session.ready |= mask_of(tid)
     if not ids:
         return list(made)
@@ -391,7 +394,7 @@ def take(
                 engine.bury(session, dead)
                 picks = _look(session, group, address.retry, n, taken.dead, choose)
         if picks:
-            _lease(session, group, picks, visibility_s, taken.leases)
+            _lease(session, address, group, picks, visibility_s, taken.leases)
             session.settled |= mask_of(group.tid)  # ready is less now: there may be room
             return taken
         taken.look_again_us = _next_look(session, group)
@@ -422,6 +425,7 @@ def _look(
 
 def _lease(
     session: Session,
+    address: Address,
     group: GroupState,
     picks: list[Pick],
     visibility_s: float | None,
@@ -441,6 +445,7 @@ def _lease(
             lease.keyed = row.keyed
         lease.deadline_ns = deadline_ns
         lease.visibility_s = visibility_s
+        lease.holder = address.holder
         if pick.offset >= head:
             lease.salt = session.log.salt(pick.offset)
         else:

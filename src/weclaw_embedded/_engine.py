@@ -33,7 +33,7 @@ from typing import Any, Concatenate, Final, TypeVar
 from typing_extensions import ParamSpec
 
 from . import _clock, _files, _records
-from ._format import VOUCH
+from ._format import FENCED, VOUCH
 from ._index import Index, IndexFullError, Tx
 from ._opening import (
     IN_USE,
@@ -49,16 +49,34 @@ from ._shared import (
     CLEAN_AT,
     DEAD_SEQ,
     FAILED,
+    FEED_PIPE,
+    FEEDER_SLEEPS,
+    FENCED_BY,
+    IS_COPY,
+    IS_FENCED,
     OPTIONS_SEQ,
     OWNERS_HIGH,
     READY,
+    REPLICA_AT,
+    REPLICATED,
+    REPLICATION,
     SETTLED,
     SYNC_HIGH,
+    SYNC_WANTED,
     WAITERS,
+    WANTED,
     SharedPage,
 )
-from ._wake import READY_BYTE, SETTLED_BYTE, Timer, Waiter, Waker
-from .errors import ClosedError, CorruptError, DiskFullError, LockedError, StoreFailedError
+from ._wake import FEED_BYTE, READY_BYTE, SETTLED_BYTE, Timer, Waiter, Waker
+from .errors import (
+    ClosedError,
+    CorruptError,
+    DiskFullError,
+    FencedError,
+    LockedError,
+    ReplicaUnavailableError,
+    StoreFailedError,
+)
 from .wal import COMMIT, HEAD, LAST, TAIL, WRITING, Frame, Log, Recovery
 
 T = TypeVar("T")
@@ -103,6 +121,8 @@ class Session:
         "settled",
     )
     may_write = True
+    sync_from = SYNC  # what is promised this or more is waited for
+    replicated = False  # and for the replica too
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -152,6 +172,10 @@ class Session:
         if self._tx is not None:
             self._apply(self._tx)  # at once: the next look must see it
         return offsets
+
+    def take_puts(self) -> list[int] | None:
+        """What the operation put, if that has to be taken back when a replica does not confirm."""
+        return None
 
     def judge(self, records: Sequence[Record]) -> None:
         """Append what ended by itself (a lease run out, a death, an expiry)."""
@@ -229,14 +253,22 @@ class _Last:
 class Job:
     """One operation among several of a turn; see `Engine.execute_many`."""
 
-    __slots__ = ("args", "error", "must_sync", "operation", "result")
+    __slots__ = ("args", "error", "must_sync", "operation", "puts", "result")
 
     def __init__(self, operation: Callable[..., Any], *args: Any) -> None:
+        self.puts: list[int] | None = None  # to be taken back if the replica does not confirm
         self.operation = operation
         self.args = args
         self.result: Any = None
         self.error: Exception | None = None
         self.must_sync = False
+
+
+def _recorded(value: Any) -> Any:
+    """An option as the log holds it."""
+    if value is None:
+        return _NO_LIMIT
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _poll_of(fd: int) -> select.poll | None:
@@ -303,6 +335,10 @@ class Engine:
         self.consumer = ""
         self._introduced = False
         self._adopted: list[StoreOptions] = []
+        self.replication: Any = None  # this process's part in feeding the replica, if there is one
+        self.making = threading.Lock()  # held to make it
+        if opened.role:
+            self._take_role(opened)
         if self.recovery is not None:
             self._report(self.recovery)
         if opened.rebuild:
@@ -339,6 +375,8 @@ class Engine:
         self._after(session, pokes)
         if session.must_sync:
             self.durable(tail)
+            if session.replicated:
+                self._confirm(session, tail)
         return result
 
     def execute_many(self, jobs: Sequence[Job]) -> int:
@@ -360,6 +398,8 @@ class Engine:
                         except Exception as error:  # noqa: BLE001  each job's own, told to it
                             job.error = error
                         job.must_sync = session.must_sync
+                        if session.replicated:
+                            job.puts = session.take_puts()
                     session.finish()
                 except BaseException:
                     session.abort()
@@ -396,7 +436,18 @@ class Engine:
             # Its holder died, or was interrupted, in the middle of a write.
             self.log.heal()
             words[SYNC_HIGH] = min(words[SYNC_HIGH], words[TAIL])
-        return Session(self)
+        mode = words[REPLICATION]
+        return self._session_of(mode) if mode else Session(self)
+
+    def _session_of(self, mode: int) -> Session:
+        from ._replication import session_of
+
+        return session_of(self, mode)
+
+    def _confirm(self, session: Session, until: int) -> None:
+        from ._replication import confirm
+
+        confirm(self, session, until)
 
     def _take_pokes(self, session: Session) -> list[tuple[bytes, list[int]]]:
         pokes = []
@@ -552,10 +603,15 @@ class Engine:
                     words[COMMIT] = target
                     if words[WAITERS]:
                         pokes = self.page.take_waiting(READY, ALL)
+                feeder = words[FEEDER_SLEEPS]
             finally:
                 _files.unlock(self.fd, WRITE)
         if pokes:
             self.waker.poke(pokes, READY_BYTE)
+        # Where whoever waits for the replica leads the round himself, nobody else is woken for it.
+        if feeder and not (feeder == self.slot + 1 and words[REPLICATION] & SYNC_WANTED):
+            words[FEEDER_SLEEPS] = 0
+            self.waker.poke([FEED_PIPE], FEED_BYTE)
 
     def sync_file(self) -> None:
         """fdatasync, and nothing else. Raises StoreFailedError, and then every process stops."""
@@ -703,7 +759,63 @@ class Engine:
 
     def replica_lag(self) -> int | None:
         """Bytes that the replica is behind; None without one."""
-        return None
+        words = self.page.words
+        if not words[REPLICATION] & WANTED:
+            return None
+        return max(0, words[TAIL] - words[REPLICA_AT])
+
+    @property
+    def replica_timeout(self) -> float:
+        """How many seconds a put waits for the replica."""
+        for options in reversed(self._adopted):
+            if "replica_timeout" in options.given:
+                return options.replica_timeout
+        return float(DEFAULTS["replica_timeout"])
+
+    def chose(self, name: str) -> bool:
+        """Whether a handle of this process gave the option, or its environment does."""
+        return any(options.chosen(name) for options in self._adopted)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether what is promised anything is promised the replica."""
+        return bool(self.page.words[REPLICATION] & SYNC_WANTED)
+
+    def is_durable(self, until: int) -> bool:
+        """Whether everything below is on stable storage, and on the replica if that is wanted."""
+        words = self.page.words
+        if words[COMMIT] < until:
+            return False
+        return not words[REPLICATION] & SYNC_WANTED or bool(words[REPLICATED] >= until)
+
+    def on_replica(self, until: int, until_s: float) -> bool:
+        """Wait until the replica has everything below; False when the time is over."""
+        from ._replication import wait
+
+        return wait(self, until, until_s)
+
+    def take_back(self, until: int, puts: Sequence[int]) -> ReplicaUnavailableError | None:
+        """Take back puts that the replica did not confirm; what to raise. None: it has them."""
+        from ._replication import take_back
+
+        return take_back(self, until, puts)
+
+    def take_part(self, replication: Any) -> bool:
+        """Keep this as the process's part in feeding the replica; False if it has one."""
+        with self.making:
+            if self.closed or self.replication is not None:
+                return False
+            self.replication = replication
+            return True
+
+    def _take_role(self, opened: Opened) -> None:
+        """The file is a replica's copy, or its copy was promoted over it."""
+        words = self.page.words
+        if opened.role == FENCED:
+            words[FENCED_BY] = opened.role_epoch
+            words[REPLICATION] |= IS_FENCED
+        else:
+            words[REPLICATION] |= IS_COPY
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -769,7 +881,7 @@ class Engine:
                     "was changed; give the same, or leave it out"
                 )
         given: dict[str, Any] = {
-            name: _NO_LIMIT if (value := getattr(options, name)) is None else value
+            name: _recorded(getattr(options, name))
             for name in RECORDED_OPTIONS
             if name in options.given
         }
@@ -778,6 +890,13 @@ class Engine:
         self._adopted.append(options)
         self.know_options(self.known_options)
         self.consumer = self.consumer or consumer
+        self._configure_replica()
+
+    def _configure_replica(self) -> None:
+        if self.option("replica") or self.page.words[REPLICATION]:
+            from ._replication import configure
+
+            configure(self)
 
     def forsake(self, options: StoreOptions) -> None:
         """A handle that was adopted has closed."""
@@ -850,9 +969,11 @@ class Engine:
             if self.io is not None:
                 self.io.close()
             if not (self.page.words[FAILED] or self._failure):
-                with contextlib.suppress(StoreFailedError, DiskFullError):
-                    self._hand_back()
+                with contextlib.suppress(StoreFailedError, DiskFullError, FencedError):
+                    self.execute(self._leave)
                     self.flush()
+            if self.replication is not None:
+                self.replication.close()
         finally:
             self.timer.close()
             self.renewals.close()
@@ -861,32 +982,46 @@ class Engine:
                 self.closed = True
                 self._give_up()
 
-    def _hand_back(self) -> None:
-        held, self.held = self.held, {}
-        self.suspects = {}
+    def hand_back(self, belongs: Callable[[Any], bool]) -> None:
+        """Release, uncounted, what was leased by holders of which `belongs(holder)` is true, and
+        flush. Raises nothing after a failure.
+        """
+        if self.closed or self.page.words[FAILED] or self._failure:
+            return
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
+            self.execute(self._release, belongs)
+            self.flush()
 
-        def release(session: Session) -> None:
-            # What ran out may be somebody else's by now: only the index knows.
-            records = [
-                (lease.release_record(),)
-                for lease in held.values()
-                if session.tx.is_leased_to(lease.gid, lease.offset, self.token)
-            ]
-            if records:
-                session.append(records)
-                session.ready = ALL
-            self.page.set_token(self.slot, 0)
+    def _release(self, session: Session, belongs: Callable[[Any], bool]) -> None:
+        leases = [lease for lease in self.held.values() if belongs(lease.holder)]
+        # What ran out may be somebody else's by now: only the index knows.
+        records = [
+            (lease.release_record(),)
+            for lease in leases
+            if session.tx.is_leased_to(lease.gid, lease.offset, self.token)
+        ]
+        if records:
+            session.append(records)
+            session.ready = ALL
+        for lease in leases:
+            lease.over = True
+            self.let_go((lease.gid, lease.offset))
 
-        self.execute(release)
+    def _leave(self, session: Session) -> None:
+        self._release(session, lambda holder: True)
+        self.page.set_token(self.slot, 0)
 
     def _give_up(self) -> None:
         words = self.page.words
         # The conversion keeps the shared lock when it fails: then others are still there.
         last = _files.try_lock(self.fd, IN_USE, True)
         clean = last and not (words[FAILED] or self._failure)
+        untouched = words[REPLICATION] & (IS_COPY | IS_FENCED)
         try:
-            if clean and words[TAIL] != words[CLEAN_AT]:
+            if clean and words[TAIL] != words[CLEAN_AT] and not untouched:
                 clean = self._vouch()
+            if self.replication is not None:
+                self.replication.finish(last)
             self.index.close(sync=clean)
             if clean:
                 with contextlib.suppress(OSError, DiskFullError):
@@ -923,6 +1058,8 @@ class Engine:
         """
         self.forked = True
         self.closed = True
+        if self.replication is not None:
+            self.replication.abandon()
         self.waker.abandon()
         self.index.close(sync=False)
         self._close_files()

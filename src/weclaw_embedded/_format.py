@@ -7,6 +7,7 @@ that a test holds equal to it.
     header     16s magic, I version, I segment_bytes, 16s store_id, Q epoch, Q generation,
                Q created_us, I crc; twice: at 0 and at 2048
     head record  4s magic, I crc, Q head; at 1024: the first segment that is kept
+    role record  4s magic, I crc, Q role, Q epoch; at 1536: a replica's copy, or fenced off
     slot       slot header (64 bytes), frame parts, zeros, the slot header again (last 64 bytes)
     slot header  4s magic, I crc, Q segment, I salt, I prev_salt, Q prev_end, Q head, Q epoch,
                Q checkpoint, Q created_us
@@ -32,9 +33,11 @@ from .errors import CorruptError, FormatVersionError, NotAQueueError
 __all__ = [
     "BATCH",
     "CHECKPOINT_FRAME",
+    "COPY",
     "DEFAULT_SEGMENT_BYTES",
     "ENVELOPE",
     "ENVELOPE_BYTES",
+    "FENCED",
     "FIRST",
     "HEADER_BYTES",
     "HEADER_COPY_BYTES",
@@ -51,8 +54,10 @@ __all__ = [
     "PART_TAIL",
     "PART_WITH_ENVELOPE",
     "POLICY_SHIFT",
+    "PRIMARY",
     "REPLICA",
     "REST",
+    "ROLE_AT",
     "SLOT_BYTES",
     "SYNC",
     "VERSION",
@@ -64,11 +69,13 @@ __all__ = [
     "envelopes",
     "pack_head",
     "pack_header",
+    "pack_role",
     "pack_slot",
     "part_checksum",
     "policy_of",
     "unpack_head",
     "unpack_header",
+    "unpack_role",
     "unpack_slot",
 ]
 
@@ -83,6 +90,12 @@ HEADER_COPY_BYTES = _HEADER.size + _CRC.size
 HEAD_RECORD_AT = 1024  # in the header block
 _HEAD_MAGIC = b"WQHD"
 _HEAD = Struct("<4sIQ")
+
+ROLE_AT = 1536  # in the header block
+_ROLE_MAGIC = b"WQRL"
+_ROLE = Struct("<4sIQQ")
+# What a file is: a queue, a replica's copy of one, or one that a promoted copy has replaced.
+PRIMARY, COPY, FENCED = range(3)
 
 SLOT_MAGIC = b"WQSG"
 SLOT_BYTES = 64  # of a slot header; a slot has one at each end
@@ -237,6 +250,23 @@ def unpack_head(block: bytes, store_id: bytes) -> int:
         return 0
     _, crc, head = _HEAD.unpack(data)
     return int(head) if crc == crc32(data[8:], crc32(store_id)) else 0
+
+
+def pack_role(role: int, epoch: int, store_id: bytes) -> bytes:
+    """The role record: PRIMARY, COPY, or FENCED by a file of that epoch."""
+    fields = role.to_bytes(8, "little") + epoch.to_bytes(8, "little")
+    return _ROLE_MAGIC + _CRC.pack(crc32(fields, crc32(store_id))) + fields
+
+
+def unpack_role(block: bytes, store_id: bytes) -> tuple[int, int]:
+    """(role, epoch) that a header block records; PRIMARY when it records none that is whole."""
+    data = block[ROLE_AT : ROLE_AT + _ROLE.size]
+    if len(data) < _ROLE.size or data[:4] != _ROLE_MAGIC:
+        return PRIMARY, 0
+    _, crc, role, epoch = _ROLE.unpack(data)
+    if crc != crc32(data[8:], crc32(store_id)) or role > FENCED:
+        return PRIMARY, 0
+    return role, epoch
 
 
 def pack_slot(slot: SlotHeader, store_id: bytes) -> bytes:

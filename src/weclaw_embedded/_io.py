@@ -95,7 +95,9 @@ class Call:
         "leases",
         "loop",
         "over",
+        "puts",
         "result",
+        "since_s",
         "until_s",
         "unwanted",
         "watched",
@@ -108,6 +110,9 @@ class Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self.leases: list[Lease] | None = None
+        # What a put has put, to be taken back if a replica does not confirm it in time.
+        self.puts: list[int] | None = None
+        self.since_s = 0.0  # when it began to wait for the replica
         # Called with the result of what was done, when the task was cancelled meanwhile.
         self.unwanted: Callable[[Any], None] | None = None
         self.cancelled = False
@@ -227,7 +232,7 @@ class Written(Awaitable[None]):
         self._until = until
 
     def __await__(self) -> Generator[Any, None, None]:
-        if self._until and self._engine.page.words[COMMIT] < self._until:
+        if self._until and not self._engine.is_durable(self._until):
             call = SyncCall(asyncio.get_running_loop(), self._until)
             yield from io_of(self._engine).wait(call).__await__()
 
@@ -411,6 +416,8 @@ class Io:
             error: BaseException | None = None
             try:
                 self._engine.durable(until)
+                if self._engine.replicates:
+                    calls = self._confirm(calls, until)
             except Exception as failed:  # noqa: BLE001  told to everybody who waits
                 error = failed
             again = []
@@ -427,6 +434,30 @@ class Io:
             self._answer(answers)
             for call in again:
                 self.submit(call)
+
+    def _confirm(self, calls: list[Call], until: int) -> list[Call]:
+        """Wait for the replica too. Those who may wait longer are queued again; the others are
+        returned, puts that were taken back with their error.
+        """
+        engine = self._engine
+        now_s = time.monotonic()
+        for call in calls:
+            call.since_s = call.since_s or now_s
+        timeout_s = engine.replica_timeout
+        late_s = min(call.since_s for call in calls) + timeout_s
+        if engine.on_replica(until, late_s):
+            return calls
+        late = [call for call in calls if call.since_s + timeout_s <= time.monotonic()]
+        puts = sorted({offset for call in late for offset in call.puts or ()})
+        refused = engine.take_back(until, puts)
+        for call in late:
+            if refused is not None and call.puts is not None:
+                call.error = _copy_of(refused)
+        others = [call for call in calls if call not in late]
+        with self._lock:
+            self._to_sync = others + self._to_sync
+            self._sync_until = max(self._sync_until, until)
+        return late
 
     def _sleep(self) -> None:
         self._asleep = True
@@ -646,6 +677,8 @@ class Io:
         first = calls[0]
         if error is None and isinstance(first, PutCall) and first.queue._policy == BATCH:
             turn.puts[first.queue] = turn.puts.get(first.queue, 0) + len(result)
+        for call in calls if job.puts is not None else ():
+            call.puts = job.puts
         (to_sync if job.must_sync and error is None else turn.answers).extend(calls)
 
     def _after_take(self, turn: _Turn, job: Job, takes: _Takes, tail: int) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from . import _clock, _files
-from ._format import HEADER_BYTES, FileHeader, unpack_header
+from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
 from ._index import FILE_NAME, LOCK_NAME, Index
 from ._shared import (
     DEAD_SEQ,
@@ -44,7 +44,8 @@ from .wal import COMMIT, LAST_FRAME, TAIL, Log, Recovery
 LOCKS_AT: Final = 1 << 62
 IN_USE: Final = LOCKS_AT
 WRITE: Final = LOCKS_AT + 1
-RECEIVER: Final = LOCKS_AT + 2  # a replica's receiver, and promote
+RECEIVER: Final = LOCKS_AT + 2  # a replica's receiver and promote; shared: who has a queue open
+FEEDER: Final = LOCKS_AT + 3  # whoever feeds this file's replica
 OWNER: Final = LOCKS_AT + 16
 
 PAGE_NAME: Final = "page"
@@ -70,6 +71,8 @@ class Opened:
     token: int
     recovery: Recovery | None  # of the first opener
     rebuild: bool  # the index is empty and must be folded from the log
+    role: int = PRIMARY  # what the file says it is
+    role_epoch: int = 0
 
 
 def scratch_of(path: str) -> str:
@@ -139,6 +142,11 @@ def _open_fd(path: str, fd: int, segment_bytes: int | None, last_try: bool) -> O
             f"segment_bytes={segment_bytes} but {path} was made with {header.segment_bytes}; "
             "nothing was changed; leave it out"
         )
+    if not _files.try_lock(fd, RECEIVER, False):
+        raise LockedError(
+            f"{path} is a replica's copy and its receiver is writing it; nothing was changed; open "
+            "the primary, or look at this with readonly=True"
+        )
     first = _files.try_lock(fd, IN_USE, True)
     if not first:
         _files.lock(fd, IN_USE, False)
@@ -159,7 +167,8 @@ def _open_fd(path: str, fd: int, segment_bytes: int | None, last_try: bool) -> O
     log = Log(fd, header, page)
     index = Index.open(os.path.join(directory, INDEX_NAME), create=False)
     slot, token = take_owner_slot(fd, page)
-    return Opened(path, fd, header, directory, page, log, index, slot, token, None, False)
+    role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
+    return Opened(path, fd, header, directory, page, log, index, slot, token, None, False, *role)
 
 
 def _refuse_attach(path: str, page: SharedPage | None) -> None:
@@ -231,7 +240,10 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
         if index is not None:
             index.close(sync=False)
         raise
-    return Opened(path, fd, header, directory, page, log, index, slot, token, recovery, rebuild)
+    role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
+    return Opened(
+        path, fd, header, directory, page, log, index, slot, token, recovery, rebuild, *role
+    )
 
 
 def _recover(

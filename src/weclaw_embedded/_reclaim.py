@@ -43,7 +43,9 @@ def step(session: Session, force: bool) -> float | None:
     log = session.log
     words = log.state.words
     segment = words[HEAD]
-    if segment >= words[LAST] or session.page.pinned() <= segment:
+    # A replica that falls behind never makes a put fail: then its copy is made anew.
+    pinned = session.page.pinned(log.segment_bytes, replica=not force)
+    if segment >= words[LAST] or pinned <= segment:
         return None
     start = segment << log.bits
     end = log.frames_end(segment) or (segment + 1) << log.bits

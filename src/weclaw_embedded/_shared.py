@@ -23,10 +23,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from . import _files
-from .wal import COMMIT, LogState
+from .wal import COMMIT, LAST, LogState
 
 PAGE_VERSION: Final = 1
 MAX_OWNERS: Final = 1024
+FEED_PIPE: Final = MAX_OWNERS  # the pipe of whoever feeds the replica, named like the owners'
 SLOTS_STEP: Final = 1024
 
 # Words after those of the log (wal.py owns 0 to 15).
@@ -48,15 +49,30 @@ DISK = 32  # diskseq or mount id of the file's disk
 CHECKED = 33  # 1 once the page is complete
 OPTIONS_SEQ = 35  # changes with every option recorded
 CLEAN_AT = 34  # the tail just after the last frame that vouches
+REPLICATION = 36  # bits: what holds for this file's replica; 0: it has none and is none
+REPLICATED = 37  # everything below is on the replica's disk; a frame's end
+REPLICA_AT = 38  # how far the replica is, wherever that is
+REPLICA_HIGH = 39  # end of the last frame that was promised the replica and holds a Put
+FIRST_REPLICA = 40  # start of the first such frame not yet below REPLICATED
+REPLICA_PIN = 41  # the segment that the replica reads next, + 1
+FEEDER_SLEEPS = 42  # slot + 1 of the owner that feeds the replica and wants to be woken
+REPLICA_WAIT_HIGH = 43  # the highest offset that an owner waits for to be on the replica
+VOIDS = 44  # how many puts were taken back
+FENCED_BY = 45  # the epoch of the copy that was promoted over this file
 WORDS_BYTES: Final = 4096
 
-_OWNER_WORDS: Final = 8  # token, ready mask, settled mask, pinned segment + 1, 4 free
+# Bits of REPLICATION.
+WANTED, SYNC_WANTED, IS_FENCED, IS_COPY = 1, 2, 4, 8
+# Beyond this many bytes a replica that is behind no longer keeps segments from being freed.
+PIN_BYTES: Final = 512 << 20
+
+_OWNER_WORDS: Final = 8  # token, ready mask, settled mask, pinned segment + 1, replica, 3 free
 _OWNERS_BYTES: Final = MAX_OWNERS * _OWNER_WORDS * 8
 _SLOTS_AT: Final = WORDS_BYTES + _OWNERS_BYTES
 _MAGIC_WORD: Final = int.from_bytes(b"wqpage" + PAGE_VERSION.to_bytes(2, "little"), "little")
 _MASK64: Final = (1 << 64) - 1
 
-TOKEN, READY, SETTLED, PINNED = range(4)
+TOKEN, READY, SETTLED, PINNED, AWAITED = range(5)
 
 
 class SharedPage(LogState):
@@ -173,9 +189,44 @@ class SharedPage(LogState):
         """Puts below this offset may be delivered: each is as durable as it was promised."""
         words = self.words
         commit = words[COMMIT]
-        if commit >= words[SYNC_HIGH]:
-            return tail
-        return max(commit, words[FIRST_SYNC])
+        if commit < words[SYNC_HIGH]:
+            tail = max(commit, words[FIRST_SYNC])
+        if words[REPLICATED] < words[REPLICA_HIGH]:
+            tail = min(tail, max(words[REPLICATED], words[FIRST_REPLICA]))
+        return tail
+
+    # -- the replica -----------------------------------------------------------------------------
+
+    def promise_replica(self, start: int, end: int) -> None:
+        """Note a frame with Puts that was promised the replica. The caller holds the write lock."""
+        words = self.words
+        if words[REPLICATED] >= words[REPLICA_HIGH]:
+            words[FIRST_REPLICA] = start
+        words[REPLICA_HIGH] = end
+
+    def await_replica(self, slot: int, until: int) -> None:
+        """Note that the owner of `slot` waits until the replica has everything below `until`. The
+        caller holds the write lock.
+        """
+        words = self.words
+        words[self._owners_at + slot * _OWNER_WORDS + AWAITED] = until
+        words[REPLICA_WAIT_HIGH] = until
+
+    def take_replica_waiting(self, before: int) -> list[int]:
+        """Owners that wait for more than `before`, the point known until now; those who have what
+        they wait for are no longer marked. The caller holds the write lock.
+        """
+        words = self.words
+        if words[REPLICA_WAIT_HIGH] <= before:
+            return []
+        found = []
+        for slot, _ in self.owners():
+            at = self._owners_at + slot * _OWNER_WORDS + AWAITED
+            if words[at]:
+                found.append(slot)
+                if words[at] <= words[REPLICATED]:
+                    words[at] = 0
+        return found
 
     # -- owners ----------------------------------------------------------------------------------
 
@@ -196,7 +247,7 @@ class SharedPage(LogState):
         words = self.words
         if words[at + READY] or words[at + SETTLED]:
             words[WAITERS] -= 1
-        words[at + READY] = words[at + SETTLED] = words[at + PINNED] = 0
+        words[at + READY] = words[at + SETTLED] = words[at + PINNED] = words[at + AWAITED] = 0
         words[at] = token
         if token and slot >= words[OWNERS_HIGH]:
             words[OWNERS_HIGH] = slot + 1
@@ -230,10 +281,15 @@ class SharedPage(LogState):
             0 if segment is None else segment + 1
         )
 
-    def pinned(self) -> int:
-        """The first segment that some owner still reads; past all segments when none does."""
+    def pinned(self, segment_bytes: int, *, replica: bool = True) -> int:
+        """The first segment that some owner, or the replica within its bound, still reads; past
+        all segments when none does.
+        """
         words = self.words
         pins = [words[self._owners_at + slot * _OWNER_WORDS + PINNED] for slot, _ in self.owners()]
+        pin = words[REPLICA_PIN]
+        if replica and pin and (words[LAST] - pin) * segment_bytes <= PIN_BYTES:
+            pins.append(pin)
         return min((pin for pin in pins if pin), default=(1 << 63) + 1) - 1
 
     def is_in_place(self) -> bool:

@@ -25,6 +25,8 @@ from . import _files
 
 READY_BYTE: Final = b"r"
 SETTLED_BYTE: Final = b"s"
+REPLICATED_BYTE: Final = b"p"
+FEED_BYTE: Final = b"f"
 _STOP_BYTE: Final = b"q"
 
 

@@ -189,7 +189,7 @@ class Queue(_Generic[T]):
             raise Full(str(job.error))
         if job.error is not None:
             raise job.error
-        if core.queue._policy >= SYNC:
+        if core.queue._policy >= SYNC or job.must_sync:
             io_of(engine).sync_soon(tail)
         elif core.queue._policy == BATCH:
             options = core.store._options

@@ -1,0 +1,297 @@
+"""A replica's copy of a queue file: the same frames at the same offsets, written from outside.
+
+Role: the file as the receiver has it: found and cut where it is torn, written segment by segment
+and byte by byte, let go of segments as the primary did, durable when it says so. It also builds
+the file that a lost primary is restored to.
+
+Invariants:
+
+* What is written follows exactly what is there; nothing below the end is ever changed.
+* A copy that is made (anew) is a temporary file beside its place until all the primary had is in
+  it and synced. Only then does it take the place, so an older copy stays whole until then.
+* Whoever has a `Copy` holds the RECEIVER lock of its file; those who have the file open as a queue
+  hold it shared.
+
+It must not know where the bytes come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from . import _files
+from ._format import (
+    COPY,
+    FENCED,
+    HEAD_RECORD_AT,
+    HEADER_BYTES,
+    PRIMARY,
+    ROLE_AT,
+    SLOT_BYTES,
+    FileHeader,
+    pack_head,
+    pack_header,
+    pack_role,
+    pack_slot,
+    unpack_role,
+    unpack_slot,
+)
+from ._opening import RECEIVER, read_header
+from ._recovery import recover_copy
+from ._stream import MAX_DATA, Hello, State, StreamError
+from .errors import LockedError, StorageError
+from .wal import ANNOUNCED, COMMIT, HEAD, LAST, TAIL, Log, LogState
+
+_NO_STORE: Final = bytes(16)
+
+
+def lock_copy(fd: int, path: str, patience_s: float) -> None:
+    """Take the RECEIVER lock for the caller alone. Raises LockedError."""
+    until_s = time.monotonic() + patience_s
+    while not _files.try_lock(fd, RECEIVER, True):
+        if time.monotonic() >= until_s:
+            raise LockedError(
+                f"{path} is in use: a replica's receiver writes it, or it is open as a queue; "
+                "nothing was changed; end that first"
+            )
+        time.sleep(0.02)
+
+
+def read_role(fd: int, header: FileHeader) -> tuple[int, int]:
+    """(role, epoch) of an open file."""
+    return unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
+
+
+def write_role(fd: int, header: FileHeader, role: int, epoch: int = 0) -> None:
+    """Record what the file is, durably."""
+    _files.write_at(fd, [pack_role(role, epoch, header.store_id)], ROLE_AT)
+    _files.sync_data(fd)
+
+
+class Copy:
+    """See the module. Not thread-safe."""
+
+    def __init__(self, path: str, fd: int, header: FileHeader, temporary: str | None) -> None:
+        self.path = path
+        self.fd = fd
+        self.header = header
+        self.log = Log(fd, header, LogState())
+        self.temporary = temporary  # the name it has until it takes its place
+        self.empty = temporary is not None  # no segment yet
+        self.old: Copy | None = None  # what it will take the place of
+
+    @classmethod
+    def open(cls, path: str, patience_s: float) -> Copy | None:
+        """The copy at `path`, found and cut where it is torn; None if there is none, or a file of
+        no bytes. Raises LockedError, and what reading a queue file raises.
+        """
+        try:
+            fd = _files.open_rw(path)
+        except FileNotFoundError:
+            return None
+        try:
+            if not _files.size(fd):
+                _files.close(fd)
+                return None
+            header = read_header(fd, path)
+            copy = cls(path, fd, header, None)
+            lock_copy(fd, path, patience_s)
+            recover_copy(copy.log)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _files.close(fd)
+            raise
+        return copy
+
+    @classmethod
+    def create(cls, path: str, hello: Hello, role: int, old: Copy | None = None) -> Copy:
+        """Begin a new copy, to take its place (that of `old`) with `finish`."""
+        directory, name = os.path.split(path)
+        temporary = os.path.join(directory or ".", f".{name}.receiving")
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            lock_copy(fd, temporary, 0.0)
+            if not os.path.samestat(os.fstat(fd), os.stat(temporary)):
+                raise LockedError(f"{path} is being made by another receiver; try again")
+            _files.truncate(fd, 0)
+            header = FileHeader(
+                hello.segment_bytes, hello.store_id, hello.epoch, 1, hello.created_us
+            )
+            block = bytearray(pack_header(header))
+            record = pack_role(role, 0, header.store_id)
+            block[ROLE_AT : ROLE_AT + len(record)] = record
+            _files.write_at(fd, [bytes(block)], 0)
+        except BaseException:
+            _files.close(fd)
+            raise
+        copy = cls(path, fd, header, temporary)
+        copy.old = old
+        return copy
+
+    def close(self) -> None:
+        """Close it; one that has not taken its place is gone."""
+        if self.temporary is not None:
+            _files.unlink(self.temporary)
+        _files.close(self.fd)
+        if self.old is not None:
+            self.old.close()
+
+    # -- what it has -----------------------------------------------------------------------------
+
+    @property
+    def tail(self) -> int:
+        """Where it goes on."""
+        return int(self.log.state.words[TAIL])
+
+    def state(self) -> State:
+        """What the primary must know to go on, or to refuse."""
+        header = self.header
+        last, end, crc = self._last_frame()
+        return State(
+            header.store_id,
+            header.segment_bytes,
+            header.epoch,
+            header.created_us,
+            read_role(self.fd, header)[0],
+            self.log.state.words[HEAD],
+            self.tail,
+            last,
+            end,
+            crc,
+        )
+
+    def _last_frame(self) -> tuple[int, int, int]:
+        """(offset, end, checksum) of the last frame; zeros when there is none."""
+        log = self.log
+        tail = self.tail
+        segment = (tail - 1) >> log.bits
+        while segment >= log.state.words[HEAD]:
+            found = None
+            for frame in log.frames(
+                segment << log.bits, tail, check=False, on_damage=lambda *_: None
+            ):
+                found = frame
+            if found is not None:
+                return found[0], found[1], log.checksum(found[0])
+            segment -= 1
+        return 0, 0, 0
+
+    def segments(self) -> Iterator[tuple[int, bytes, int]]:
+        """(segment, its packed header, where its frames end) of each that is kept."""
+        log = self.log
+        for segment in log.segments():
+            slot = log.read_slot(log.slot_of(segment))
+            if slot is not None:
+                end = self.tail if segment == self.tail >> log.bits else log.frames_end(segment)
+                yield segment, pack_slot(slot, self.header.store_id), end or log.limit(segment)
+
+    def read(self, offset: int, end: int) -> bytes:
+        """Some of the log's bytes from `offset` on, of one segment, as they are."""
+        shift, _ = self.log.place(offset >> self.log.bits)
+        return _files.read_at(self.fd, min(MAX_DATA, end - offset), offset + shift)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def go_on(self, epoch: int) -> None:
+        """Take it for a copy of the primary with this epoch."""
+        if read_role(self.fd, self.header)[0] != COPY:
+            write_role(self.fd, self.header, COPY)
+        if epoch > self.header.epoch:
+            self.header = self.log.write_header(epoch=epoch)
+
+    def begin_segment(self, packed: bytes) -> None:
+        """A further segment begins, with this header."""
+        log = self.log
+        words = log.state.words
+        header = unpack_slot(packed, self.header.store_id, log.segment_bytes)
+        if header is None or not (self.empty or header.segment > words[LAST]):
+            raise StreamError("a segment began that can't follow what the copy has")
+        number = header.segment
+        if self.empty:
+            words[HEAD] = words[ANNOUNCED] = number
+            _files.write_at(self.fd, [pack_head(number, self.header.store_id)], HEAD_RECORD_AT)
+            self.empty = False
+        slot = log.take_slot(spare=True)
+        position = log.slot_position(slot)
+        _files.write_at(self.fd, [packed], position + log.segment_bytes - SLOT_BYTES)
+        _files.write_at(self.fd, [packed], position)
+        log.state.slots[slot] = number + 1
+        log.taken.discard(slot)
+        words[LAST] = number
+        words[TAIL] = (number << log.bits) + SLOT_BYTES
+        log.forget()
+        log.count_spares()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """The log's next bytes."""
+        log = self.log
+        words = log.state.words
+        segment = offset >> log.bits
+        if self.empty or offset != words[TAIL] or offset + len(data) > log.limit(segment):
+            raise StreamError(f"bytes for offset {offset} came, but the copy ends elsewhere")
+        shift, _ = log.place(segment)
+        _files.write_at(self.fd, [data], offset + shift)
+        words[TAIL] = offset + len(data)
+
+    def sync(self) -> None:
+        """All of it is on stable storage, and in its place, when this returns."""
+        _files.sync_data(self.fd)
+        words = self.log.state.words
+        words[COMMIT] = words[TAIL]
+        if self.temporary is not None and not self.empty:
+            self.finish()
+
+    def finish(self) -> None:
+        """Take the place it was made for. The caller has synced."""
+        assert self.temporary is not None, "it has its place"
+        self.log.prepare_spare()
+        _files.sync_all(self.fd)
+        if self.old is None and _is_taken(self.path):
+            raise StorageError(
+                f"{self.path} came to be meanwhile; it was left alone; choose another place"
+            )
+        _files.replace(self.temporary, self.path)
+        self.temporary = None
+        if self.old is not None:
+            self.old.close()
+            self.old = None
+
+    def prepare(self) -> None:
+        """Have a zeroed slot ready, so that a segment begins without waiting for one."""
+        if not self.empty and not self.log.count_spares():
+            self.log.prepare_spare()
+            _files.sync_data(self.fd)
+
+    def let_go(self, head: int) -> None:
+        """Segments before `head` are gone; their space is used again or given back."""
+        words = self.log.state.words
+        if self.empty or not words[HEAD] < head <= words[LAST]:
+            return
+        self.sync()
+        self.log.free(head - 1, words[TAIL])
+        self.log.trim(1)
+
+
+def _is_taken(path: str) -> bool:
+    try:
+        return os.stat(path).st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def role_of(path: str) -> tuple[FileHeader, int, int]:
+    """(header, role, epoch of the role record) of a queue file, without opening it as one."""
+    fd = _files.open_ro(path)
+    try:
+        header = read_header(fd, path)
+        return (header, *read_role(fd, header))
+    finally:
+        _files.close(fd)
+
+
+ROLE_NAMES: Final = {PRIMARY: "primary", COPY: "copy", FENCED: "fenced"}
+EMPTY_STATE: Final = State(_NO_STORE, 0, 0, 0, 0, 0, 0, 0, 0, 0)

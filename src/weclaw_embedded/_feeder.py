@@ -1,0 +1,387 @@
+"""The feeder's end of the stream: the receiver process, and the log sent to it.
+
+Role: a `Link` starts the receiver, greets it, decides where to go on or why not to, and from then
+on sends the log up to a point and waits until the receiver has it on its disk. What is not sent
+yet stays in the file: only one message at a time is in memory, however far the replica is behind.
+
+Invariants:
+
+* Only what the primary has synced is sent: never past the target, which is a commit point.
+* The head is sent after everything that was durable when the primary recorded it.
+* A segment freed while it was read is noticed after the read: nothing of it is sent.
+
+It must not know who waits. A link is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+from . import _files, _stream
+from ._format import FileHeader, pack_slot
+from ._segments import HEAD, MissingSegmentError
+from ._stream import ACK, MAX_DATA, REFUSED, STATE, Hello, Incoming, State, StreamError
+from .wal import Log, LogState
+
+logger = logging.getLogger("weclaw_embedded")
+
+Address = str | tuple[str, ...]
+
+ERRORS_NAME: Final = "replica.err"
+_CONNECT_S: Final = 30.0
+_END_PATIENCE_S: Final = 1.0
+_SYNC_EVERY: Final = 8 << 20  # bytes sent between two confirmations while catching up
+_PROGRAM: Final = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from weclaw_embedded.replica import main; main()"
+)
+
+
+class LinkDownError(Exception):
+    """The receiver is gone, or sends what is no answer; another one is to be started."""
+
+
+class RefusedError(Exception):
+    """The receiver refuses; another one would do the same."""
+
+    def __init__(self, why: int, epoch: int, text: str) -> None:
+        super().__init__(text)
+        self.why = why
+        self.epoch = epoch
+
+
+def start(address: Address, errors_path: str | None) -> subprocess.Popen[bytes]:
+    """Start the receiver of this address, in a session of its own so that no key or hang-up of
+    our terminal reaches it. It ends with its input.
+    """
+    environment = None
+    if isinstance(address, str):
+        if not sys.executable:
+            raise LinkDownError("there is no Python interpreter to run a receiver with")
+        argv = [sys.executable, "-c", _PROGRAM, address]
+        # The same library as ours, however it was found.
+        places = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+        places += [place for place in sys.path if os.path.isabs(place)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(places))}
+    else:
+        argv = list(address)
+    errors = os.open(
+        os.devnull if errors_path is None else errors_path,
+        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+        0o600,
+    )
+    try:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            bufsize=0,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LinkDownError(f"the receiver can't be started: {error}") from None
+    finally:
+        os.close(errors)
+
+
+class Channel:
+    """A receiver process and its two streams. Nothing here blocks longer than it is told to."""
+
+    def __init__(self, address: Address, errors_path: str | None) -> None:
+        self._errors_path = errors_path
+        self.process = start(address, errors_path)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.in_fd = self.process.stdin.fileno()
+        self.out_fd = self.process.stdout.fileno()
+        os.set_blocking(self.in_fd, False)
+        os.set_blocking(self.out_fd, False)
+        self.incoming = Incoming()
+        self._number = 0
+        self._unsent: memoryview | None = None
+        self._poll = select.poll()
+        self._poll.register(self.out_fd, select.POLLIN)
+        self._polls_writing = False
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the last message has gone out whole, so that the next may be sent."""
+        return self._unsent is None
+
+    def send(self, kind: int, *pieces: bytes) -> None:
+        """Send a message, or as much of it as goes now; only when `is_writable`."""
+        self._unsent = memoryview(_stream.message(self._number, kind, *pieces))
+        self._number += 1
+        self.push()
+
+    def push(self) -> None:
+        """Send more of what is not sent yet."""
+        unsent = self._unsent
+        try:
+            while unsent:
+                unsent = unsent[os.write(self.in_fd, unsent) :]
+        except BlockingIOError:
+            self._unsent = unsent
+            return
+        except OSError as error:
+            raise LinkDownError(f"the receiver does not read any more: {error}") from None
+        self._unsent = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the receiver has answered or can take more. False when the time is over."""
+        if self._polls_writing != (self._unsent is not None):
+            self._polls_writing = not self._polls_writing
+            if self._polls_writing:
+                self._poll.register(self.in_fd, select.POLLOUT)
+            else:
+                self._poll.unregister(self.in_fd)
+        found = self._poll.poll(max(0.0, timeout_s) * 1000)
+        for fd, _ in found:
+            if fd == self.in_fd:
+                self.push()
+            else:
+                self._read()
+        return bool(found)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self.out_fd, 1 << 20)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise LinkDownError(f"the receiver can't be read: {error}") from None
+        if not data:
+            cut = " in the middle of an answer" if self.incoming.is_cut else ""
+            raise LinkDownError(f"the receiver ended{cut}{self._last_words()}")
+        self.incoming.add(data)
+
+    def _last_words(self) -> str:
+        if self._errors_path is None:
+            return ""
+        try:
+            with open(self._errors_path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 400))
+                text = file.read().decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
+        return f": {text}" if text else ""
+
+    def answer(self, until_s: float, stopping: Callable[[], bool]) -> bytes:
+        """Wait for the next message of the receiver. Raises LinkDownError, RefusedError."""
+        while True:
+            body = self.take()
+            if body is not None:
+                return body
+            if stopping():
+                raise LinkDownError("closing")
+            if time.monotonic() >= until_s:
+                raise LinkDownError(f"the receiver did not answer in time{self._last_words()}")
+            self.wait(min(0.1, until_s - time.monotonic()))
+
+    def take(self) -> bytes | None:
+        """The next message of the receiver that is there already."""
+        try:
+            body = self.incoming.next()
+        except StreamError as error:
+            raise LinkDownError(str(error)) from None
+        if body is not None and body[0] == REFUSED:
+            raise RefusedError(*_stream.unpack_refused(body))
+        return body
+
+    def close(self, patience_s: float = _END_PATIENCE_S) -> None:
+        """End the receiver: its input ends, and if that is not enough it is killed (its copy is
+        whole whenever it dies). Waits for it, so that nothing is left behind.
+        """
+        process = self.process
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def abandon(self) -> None:
+        """In a forked child: give back what was inherited; the process is the parent's."""
+        self.process.returncode = 0  # not ours to wait for
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+
+class Link:
+    """A receiver that has been greeted, and how far it is. One thread at a time."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        fd: int,
+        header: FileHeader,
+        page: LogState,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.channel = channel
+        # Its own look at the log, because a `Log` is one thread's at a time.
+        self._log = Log(fd, header, page, readonly=True)
+        self._page = page
+        self._header = header
+        self._stopping = stopping
+        self.sent = 0  # everything before this has been given to the stream
+        self.asked = 0  # up to here the receiver was asked to confirm
+        self.acked = 0  # up to here it has
+        self._asked_at = 0
+        self._whole = False  # the copy is in its place
+        self.head = 0  # the last head sent
+
+    def greet(self, commit: int) -> bool:
+        """Find out what the receiver has and where to go on; True when the copy is made anew."""
+        header = self._header
+        channel = self.channel
+        until_s = time.monotonic() + _CONNECT_S
+        hello = Hello(header.store_id, header.segment_bytes, header.epoch, header.created_us)
+        channel.send(_stream.HELLO, _stream.pack_hello(hello))
+        body = channel.answer(until_s, self._stopping)
+        if body[0] != STATE:
+            raise LinkDownError("the receiver did not say what it has")
+        try:
+            state = _stream.unpack_state(body)
+        except StreamError as error:
+            raise LinkDownError(str(error)) from None
+        anew = not state.exists or self._is_too_far_behind(state, commit)
+        if anew:
+            self.sent = self._log.head_offset
+            self.head = self.sent >> self._log.bits
+        else:
+            self.sent = self.acked = self.asked = state.tail
+            self.head = state.head
+            self._whole = True
+        self._asked_at = self.sent
+        channel.send(_stream.BEGIN, _stream.pack_begin(anew, self.sent))
+        return anew
+
+    def _is_too_far_behind(self, state: State, commit: int) -> bool:
+        """False when the copy can be continued. RefusedError when it is none of ours."""
+        log = self._log
+        if state.last_end <= log.head_offset and (state.last_crc or log.head_offset):
+            return True
+        if state.tail <= commit and log.ends_with(state.last_end, state.last, state.last_crc):
+            return False
+        raise RefusedError(
+            _stream.DIVERGED,
+            state.epoch,
+            f"what the copy ends with (at offset {state.last_end}) is not in this file: the two "
+            "have gone different ways, or it is damaged here",
+        )
+
+    def pump(self, target: int, announced: int, until_s: float) -> bool:
+        """Send everything up to `target`, a commit point, and then that segments before
+        `announced` are gone; True once the receiver has confirmed `target`, False when the time
+        is over. Raises LinkDownError, RefusedError, LookupError (freed before it was sent).
+        """
+        channel = self.channel
+        while True:
+            while channel.is_writable and self._send_next(target, announced):
+                pass
+            body = channel.take()
+            if body is not None:
+                if body[0] != ACK:
+                    raise LinkDownError("the receiver answered something else than how far it is")
+                self.acked = min(_stream.unpack_offset(body), self.asked)
+                self._whole = True
+                continue
+            if self.acked >= target:
+                return True
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or self._stopping():
+                return False
+            channel.wait(left_s)
+
+    def _send_next(self, target: int, announced: int) -> bool:
+        """Send one message more; False when there is nothing more to send."""
+        log = self._log
+        channel = self.channel
+        at = self.sent
+        if at < target:
+            segment = at >> log.bits
+            last = segment == target >> log.bits
+            if at & (log.segment_bytes - 1) == 0:
+                return self._send_segment(segment)
+            end = target if last else log.frames_end(segment)
+            if end is None or at >= end:
+                following = log.next_present(segment)
+                if following is None or following > target >> log.bits:
+                    raise LinkDownError(f"segment {segment + 1} of the log can't be found")
+                return self._send_segment(following)
+            shift, _ = log.place(segment)
+            n = min(MAX_DATA, end - at)
+            data = _files.read_at(log.fd, n, at + shift)
+            self._still_kept(segment)
+            if len(data) < n:
+                raise LinkDownError("the file ends before its log does")
+            # A copy that is made anew takes its place with the first sync: not before it is whole.
+            sync = at + n == target or (self._whole and at + n - self._asked_at >= _SYNC_EVERY)
+            channel.send(_stream.DATA, _stream.pack_data(at, sync), data)
+            self.sent = at + n
+            if sync:
+                self.asked = self._asked_at = self.sent
+            return True
+        if self.asked < target:
+            channel.send(_stream.SYNC, _stream.pack_offset(at))
+            self.asked = self._asked_at = at
+            return True
+        if self.head < announced:
+            channel.send(_stream.HEAD, _stream.pack_offset(announced))
+            self.head = announced
+            return True
+        return False
+
+    def _send_segment(self, segment: int) -> bool:
+        log = self._log
+        try:
+            log.place(segment)
+            slot = log.read_slot(log.slot_of(segment))
+        except (MissingSegmentError, KeyError):
+            slot = None
+        self._still_kept(segment)
+        if slot is None or slot.segment != segment:
+            raise LinkDownError(f"segment {segment} of the log has no readable header")
+        self.channel.send(_stream.SEGMENT, pack_slot(slot, self._header.store_id))
+        self.sent = (segment << log.bits) + 64
+        return True
+
+    def _still_kept(self, segment: int) -> None:
+        if segment < self._page.words[HEAD]:
+            raise LookupError(f"segment {segment} was freed before the replica had it")
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def abandon(self) -> None:
+        self.channel.abandon()
+
+
+def describe(address: Address) -> str:
+    """The address as a person writes it."""
+    return address if isinstance(address, str) else " ".join(address)
+
+
+def normal(address: object) -> Address | None:
+    """An address as options hold it; None for none."""
+    if isinstance(address, str):
+        return address
+    if isinstance(address, (list, tuple)) and address:
+        return tuple(str(word) for word in address)
+    return None

@@ -1,0 +1,793 @@
+"""The replica as the processes that have the primary open see it: who feeds it, who waits for it.
+
+    put: append ─► write ─► sync ─► COMMIT ─► round: send, the replica syncs ─► REPLICATED ─► answer
+
+Role: one `Replication` for each engine whose file has a replica. One process of all holds the
+FEEDER lock and with it the receiver; when it dies the kernel drops the lock and another takes
+over. A *round* brings the replica to the commit point. Whoever waits in the feeding process leads
+the next round itself, for all who wait meanwhile; the feeder's thread does those that nobody
+leads, starts the receiver and starts it again.
+
+Invariants:
+
+* REPLICATED is raised only by the holder of the FEEDER lock, under the write lock, to a commit
+  point that the receiver has confirmed. It never goes back.
+* A put whose time is over is taken back under the write lock, only if it is still not replicated
+  then: so it was visible to nobody, and nobody is told both.
+* Fenced is for ever: it is recorded in the file before anybody is told.
+* Lock order: the round lock, then the engine's. The waiters' lock is innermost.
+
+It must not know what messages are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from . import _files, _records
+from ._copy import write_role
+from ._engine import ALL, REPLICA, Session
+from ._feeder import (
+    ERRORS_NAME,
+    Address,
+    Channel,
+    Link,
+    LinkDownError,
+    RefusedError,
+    describe,
+    normal,
+)
+from ._format import FENCED, PRIMARY
+from ._opening import FEEDER, WRITE
+from ._shared import (
+    FAILED,
+    FEED_PIPE,
+    FEEDER_SLEEPS,
+    FENCED_BY,
+    IS_COPY,
+    IS_FENCED,
+    OPTIONS_SEQ,
+    READY,
+    REPLICA_AT,
+    REPLICA_HIGH,
+    REPLICA_PIN,
+    REPLICA_WAIT_HIGH,
+    REPLICATED,
+    REPLICATION,
+    SYNC_WANTED,
+    VOIDS,
+    WAITERS,
+    WANTED,
+)
+from ._stream import DIVERGED, HIGHER_EPOCH, NOT_A_COPY, OTHER_STORE
+from ._wake import FEED_BYTE, READY_BYTE, REPLICATED_BYTE, Waiter
+from .errors import (
+    ClosedError,
+    DiskFullError,
+    FencedError,
+    ReplicaUnavailableError,
+    WeclawError,
+)
+from .wal import ANNOUNCED, COMMIT, HEAD, TAIL
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+logger = logging.getLogger("weclaw_embedded")
+
+RECORD_NAME: Final = "replica"  # where the address is kept beside the file
+
+_TAKE_OVER_S: Final = 0.2  # how often a process asks whether the feeder's lock is free
+_SLEEP_S: Final = 0.5  # the feeder looks by itself as often as that
+_LINGER_S: Final = 0.003  # rounds that nobody waits for are not done more often
+_ROUND_S: Final = 0.25
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+_REFUSED_PAUSE_S: Final = 10.0
+_IDLE_SYNC_S: Final = 1.0
+_CLOSE_STALL_S: Final = 1.0  # a close waits for the replica as long as it makes progress
+
+
+class ReplicatedSession(Session):
+    """A turn in a file with a synchronous replica: whatever was promised anything is promised the
+    replica. What was promised nothing (a lease, a judgement) comes without a policy.
+    """
+
+    __slots__ = ("puts", "settles", "voids")
+    sync_from = 0
+    replicated = True
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.puts: list[int] | None = None
+        self.settles = False
+        self.voids = self.page.words[VOIDS]
+
+    def append(
+        self,
+        records: Any,
+        policy: int = -1,
+        *,
+        puts: bool = False,
+        spare: bool = True,
+        flags: int = 0,
+    ) -> list[int]:
+        if policy < 0:
+            return super().append(records, puts=puts, spare=spare, flags=flags)
+        offsets = super().append(records, REPLICA, puts=puts, spare=spare, flags=flags)
+        self.must_sync = True
+        kinds = [record[0][0] for record in records]
+        if puts and _records.ACK not in kinds:
+            made = [o for o, kind in zip(offsets, kinds, strict=True) if kind == _records.PUT]
+            self.puts = (self.puts or []) + made
+        else:
+            self.settles = True
+        return offsets
+
+    def finish(self) -> None:
+        if self._appended:
+            end = self.log.pending_tail
+            if self._sync_from:
+                self.page.promise_replica(self._sync_from, end)
+            replication = self.engine.replication
+            if self.must_sync and not (replication is not None and replication.is_feeder):
+                self.page.await_replica(self.engine.slot, end)
+        super().finish()
+
+    def take_puts(self) -> list[int] | None:
+        """Offsets of what this job put, to be taken back if need be; None for what is done
+        whatever the replica says. Empty: it put nothing, because somebody had put it already.
+        """
+        puts, settles = self.puts, self.settles
+        self.puts, self.settles = None, False
+        return puts if puts is not None else None if settles else []
+
+
+class FencedSession(Session):
+    """A turn in a file over which its copy was promoted: it can only be looked at."""
+
+    __slots__ = ()
+    may_write = False
+
+    def append(self, records: Any, policy: int = 0, **_: Any) -> list[int]:
+        raise fenced_error(self.engine)
+
+    def judge(self, records: Any) -> None:
+        for record in records:
+            self.tx.apply(self.page.words[TAIL], self.now_us, b"".join(record))
+
+    def finish(self) -> None:
+        self.abort()
+
+
+class CopySession(Session):
+    """A turn in a replica's copy that was opened as it is: it stays a copy until it is changed."""
+
+    __slots__ = ()
+
+    def append(
+        self,
+        records: Any,
+        policy: int = 0,
+        *,
+        puts: bool = False,
+        spare: bool = True,
+        flags: int = 0,
+    ) -> list[int]:
+        engine = self.engine
+        logger.warning(
+            "%s is a replica's copy and was not promoted; it is changed now, so its primary will "
+            "refuse it as one that went its own way; `weclawctl promote` is how to take over",
+            engine.path,
+        )
+        write_role(engine.fd, engine.header, PRIMARY)
+        self.page.words[REPLICATION] &= ~IS_COPY
+        return super().append(records, policy, puts=puts, spare=spare, flags=flags)
+
+
+def session_of(engine: Engine, mode: int) -> Session:
+    """The kind of session for a file with this REPLICATION word."""
+    if mode & IS_FENCED:
+        return FencedSession(engine)
+    if mode & IS_COPY:
+        return CopySession(engine)
+    if mode & WANTED and engine.replication is None:
+        engine.timer.call_at(0.0, lambda: follow(engine))
+    return ReplicatedSession(engine) if mode & SYNC_WANTED else Session(engine)
+
+
+def fenced_error(engine: Engine) -> FencedError:
+    epoch = engine.page.words[FENCED_BY]
+    return FencedError(
+        f"{engine.path}: its copy was promoted over it (epoch {epoch}, this file has "
+        f"{engine.header.epoch}); nothing was written, what is here can be read; go on with the "
+        "promoted file, and look here for what it lacks"
+    )
+
+
+def configure(engine: Engine) -> None:
+    """A handle was opened: see what holds for the replica now, and take part in feeding it."""
+    words = engine.page.words
+    if words[REPLICATION] & (IS_COPY | IS_FENCED):
+        return
+    address = normal(engine.option("replica"))
+    if address is None:
+        if words[REPLICATION] & WANTED and engine.chose("replica"):
+            _set_mode(engine, 0)
+            _files.unlink(os.path.join(engine.directory, RECORD_NAME))
+            stop(engine)
+        return
+    if isinstance(address, str) and os.path.realpath(address) == os.path.realpath(engine.path):
+        if engine.chose("replica"):
+            raise ValueError(
+                f"replica={address!r} is the file itself; nothing was opened; name another place"
+            )
+        logger.warning(
+            "%s records itself as its replica, so it was a copy once; it works without one",
+            engine.path,
+        )
+        return
+    if engine.replication is not None and engine.replication.address != address:
+        stop(engine)
+    _set_mode(engine, WANTED | (SYNC_WANTED if engine.option("sync_replica") else 0))
+    write_record(engine.directory, address)
+    follow(engine)
+
+
+def _set_mode(engine: Engine, mode: int) -> None:
+    def change(session: Session) -> None:
+        words = session.page.words
+        if words[REPLICATION] & IS_FENCED:
+            return
+        words[REPLICATION] = mode
+        if mode & WANTED and not words[REPLICA_PIN]:
+            # Until it has said what it has, nothing it may need is freed.
+            words[REPLICA_PIN] = words[HEAD] + 1
+        if not mode & WANTED:
+            words[REPLICA_PIN] = words[REPLICA_AT] = words[REPLICATED] = 0
+        if not mode & SYNC_WANTED:
+            words[REPLICA_HIGH] = 0
+
+    if engine.page.words[REPLICATION] != mode:
+        engine.execute(change)
+
+
+def follow(engine: Engine) -> None:
+    """Take part in feeding, if this process knows where the replica is."""
+    if engine.replication is not None or engine.closed:
+        return
+    address = normal(engine.option("replica")) or read_record(engine.directory)
+    if address is None:
+        return
+    replication = Replication(engine, address)
+    if engine.take_part(replication):
+        replication.start()
+
+
+def stop(engine: Engine) -> None:
+    """The replica was given up, or is another one now."""
+    replication, engine.replication = engine.replication, None
+    if replication is not None:
+        replication.close()
+        replication.finish(False)
+        _files.unlock(engine.fd, FEEDER)
+
+
+def write_record(directory: str, address: Address) -> None:
+    """Note the address beside the file, for whoever finds the file gone."""
+    path = os.path.join(directory, RECORD_NAME)
+    if read_record(directory) == address:
+        return
+    with contextlib.suppress(OSError):
+        with open(path + ".new", "w", encoding="utf-8") as file:
+            json.dump(address, file)
+        os.replace(path + ".new", path)
+
+
+def read_record(directory: str) -> Address | None:
+    """The address noted beside the file; None when there is none that can be read."""
+    try:
+        with open(os.path.join(directory, RECORD_NAME), encoding="utf-8") as file:
+            return normal(json.load(file))
+    except (OSError, ValueError):
+        return None
+
+
+class Replication:
+    """See the module. Any thread may wait; `start` and `close` are the engine's."""
+
+    def __init__(self, engine: Engine, address: Address) -> None:
+        self._engine = engine
+        self._page = engine.page
+        self.address = address
+        self.is_feeder = False
+        self._link: Link | None = None
+        self._round = threading.Lock()
+        self._waiting: list[tuple[int, threading.Lock]] = []
+        self._waiting_lock = threading.Lock()
+        self._stopping = False
+        self._stop = threading.Event()
+        self._pipe = -1
+        self._reason = "it has not answered yet"
+        self._said = ""
+        self._options_seq = -1
+        self._thread: threading.Thread | None = None
+        self._waker_hook = Waiter(REPLICATED_BYTE, self._on_replicated)
+
+    def start(self) -> None:
+        self._engine.waker.add(self._waker_hook)
+        self._thread = threading.Thread(target=self._run, name="weclaw-feeder", daemon=True)
+        self._thread.start()
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, until: int, until_s: float) -> bool:
+        """Wait until the replica has everything below `until`; False when the time is over.
+
+        Raises StoreFailedError, FencedError.
+        """
+        words = self._page.words
+        while words[REPLICATED] < until:
+            mode = words[REPLICATION]
+            if mode & IS_FENCED:
+                raise fenced_error(self._engine)
+            if words[FAILED]:
+                raise self._engine._failed()
+            if not mode & SYNC_WANTED or self._stopping:
+                return not mode & SYNC_WANTED
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self._lead(until_s):
+                continue
+            waiter = threading.Lock()
+            waiter.acquire()
+            with self._waiting_lock:
+                self._waiting.append((until, waiter))
+            if words[REPLICATED] < until:
+                waiter.acquire(timeout=min(left_s, _ROUND_S))
+            with self._waiting_lock, contextlib.suppress(ValueError):
+                self._waiting.remove((until, waiter))
+        return True
+
+    def _lead(self, until_s: float) -> bool:
+        """Do a round, if this process feeds and nobody else is at it."""
+        if self._link is None or not self._round.acquire(blocking=False):
+            return False
+        try:
+            return self._do_round(until_s)
+        finally:
+            self._round.release()
+            self._wake(0)
+
+    def _do_round(self, until_s: float) -> bool:
+        """One round; the caller holds the round lock. False when there is no link (any more)."""
+        link = self._link
+        if link is None:
+            return False
+        words = self._page.words
+        announced = words[ANNOUNCED]  # before the commit point: its reasons are durable by now
+        target = words[COMMIT]
+        try:
+            done = link.pump(target, announced, until_s)
+        except (LinkDownError, RefusedError, LookupError, OSError) as error:
+            self._lost(error)
+            return False
+        self._publish(target if done else 0, link.acked)
+        return True
+
+    def _publish(self, target: int, acked: int) -> None:
+        """What the replica has, for all to see. `target`: a commit point it has reached, or 0."""
+        engine = self._engine
+        words = self._page.words
+        ready: list[int] = []
+        waiting: list[int] = []
+        with engine._lock:
+            try:
+                _files.lock(engine.fd, WRITE, True)
+                words[REPLICA_AT] = acked
+                if acked:
+                    words[REPLICA_PIN] = ((acked - 1) >> engine.log.bits) + 1
+                before = words[REPLICATED]
+                if before < target:
+                    words[REPLICATED] = target
+                    if words[WAITERS]:
+                        ready = self._page.take_waiting(READY, ALL)
+                    if words[REPLICA_WAIT_HIGH] > before:
+                        waiting = self._page.take_replica_waiting(before)
+            finally:
+                _files.unlock(engine.fd, WRITE)
+        self._wake(target)
+        if ready:
+            engine.waker.poke(ready, READY_BYTE)
+        if waiting:
+            engine.waker.poke([slot for slot in waiting if slot != engine.slot], REPLICATED_BYTE)
+
+    def _wake(self, target: int) -> None:
+        """Let those go who have what they wait for, and one more, who may lead the next round."""
+        with self._waiting_lock:
+            waiting = self._waiting
+            if not waiting:
+                return
+            self._waiting = []
+            leader_found = bool(target)
+            for until, waiter in waiting:
+                if until <= target or not leader_found:
+                    leader_found = leader_found or until > target
+                    waiter.release()
+                else:
+                    self._waiting.append((until, waiter))
+
+    def _on_replicated(self) -> None:
+        """Another process's feeder says that the replica has more."""
+        self._wake(self._page.words[REPLICATED])
+
+    # -- feeding ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while not self._stopping and not _files.try_lock(engine.fd, FEEDER, True):
+                self._stop.wait(_TAKE_OVER_S)
+            if self._stopping:
+                return
+            self.is_feeder = True
+            self._feed()
+        except (OSError, WeclawError) as error:
+            if not self._stopping:
+                logger.error("%s: feeding the replica ended: %s", engine.path, error)
+        except Exception:
+            logger.exception("%s: feeding the replica ended", engine.path)
+        finally:
+            if not self._stopping:
+                # Given up, fenced or failed: whoever is to feed again begins anew.
+                self._stopping = True
+                self.is_feeder = False
+                self.finish(False)
+                _files.unlock(engine.fd, FEEDER)
+                if engine.replication is self:
+                    engine.replication = None
+
+    def _feed(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._is_over():
+            self._look_where()
+            began_s = time.monotonic()
+            wait_s = pause_s
+            refused = self._connect()
+            if self._serve():
+                # At once, unless it only just began.
+                lived_s = time.monotonic() - began_s
+                wait_s = 0.0 if lived_s > 2 * pause_s else pause_s
+                pause_s = _FIRST_PAUSE_S if lived_s > 60 else min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                wait_s = _REFUSED_PAUSE_S if refused else pause_s
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._stop.wait(wait_s)
+
+    def _connect(self) -> bool:
+        """Start a receiver and bring it level. True when it refuses."""
+        engine = self._engine
+        words = self._page.words
+        with self._round:
+            channel = None
+            try:
+                # No fork in between, by which a child would inherit the far end of the pipes.
+                with engine._lock:
+                    channel = Channel(self.address, os.path.join(engine.directory, ERRORS_NAME))
+                link = Link(channel, engine.fd, engine.header, self._page, lambda: self._stopping)
+                anew = link.greet(words[COMMIT])
+                if anew and words[COMMIT] > 2 * engine.header.segment_bytes:
+                    logger.warning(
+                        "%s: the copy at %s is made anew", engine.path, describe(self.address)
+                    )
+                self._link = link
+            except (LinkDownError, RefusedError, LookupError, OSError) as error:
+                if channel is not None:
+                    channel.close()
+                self._link = None
+                self._note(error)
+                return isinstance(error, RefusedError) and error.why in (
+                    OTHER_STORE,
+                    DIVERGED,
+                    NOT_A_COPY,
+                )
+            self._publish(0, link.acked)
+            self._said = ""
+        return False
+
+    def _serve(self) -> bool:
+        """Do rounds until the link is down or the store closes. False when there was none."""
+        words = self._page.words
+        link = self._link
+        served = link is not None
+        pipe = self._open_pipe()
+        idle_since_s = time.monotonic()
+        while link is not None and not self._is_over():
+            if words[OPTIONS_SEQ] != self._options_seq:
+                self._look_where()
+            if words[COMMIT] > link.acked or words[ANNOUNCED] > link.head:
+                with self._round:
+                    self._do_round(time.monotonic() + _ROUND_S)
+                self._wake(0)
+                idle_since_s = time.monotonic()
+                if not words[REPLICATION] & SYNC_WANTED:
+                    self._stop.wait(_LINGER_S)
+            elif words[TAIL] > words[COMMIT] and time.monotonic() - idle_since_s > _IDLE_SYNC_S:
+                # Nobody forces it to the disk: after a while it is done for the replica's sake.
+                self._engine.durable(words[TAIL])
+                idle_since_s = time.monotonic()
+            else:
+                self._sleep(pipe, link)
+            link = self._link
+        return served
+
+    def _is_over(self) -> bool:
+        words = self._page.words
+        mode = words[REPLICATION]
+        return self._stopping or bool(words[FAILED] or mode & IS_FENCED or not mode & WANTED)
+
+    def _look_where(self) -> None:
+        """Somebody changed an option of the file: perhaps where the replica is."""
+        self._options_seq = self._page.words[OPTIONS_SEQ]
+        address = normal(self._engine.option("replica")) or read_record(self._engine.directory)
+        if address is not None and address != self.address:
+            self.address = address
+            with self._round:
+                self._lost(LinkDownError("the file names another one now"))
+
+    def _sleep(self, pipe: int, link: Link) -> None:
+        """Sleep until something was committed, the receiver is gone, or for a while."""
+        engine = self._engine
+        words = self._page.words
+        with engine._lock:
+            try:
+                _files.lock(engine.fd, WRITE, True)
+                if words[COMMIT] > link.acked:
+                    return
+                words[FEEDER_SLEEPS] = engine.slot + 1
+            finally:
+                _files.unlock(engine.fd, WRITE)
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        poll.register(link.channel.out_fd, 0)  # only its end
+        found = poll.poll(_SLEEP_S * 1000)
+        words[FEEDER_SLEEPS] = 0
+        for fd, _ in found:
+            if fd == pipe:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(pipe, 4096)
+            elif self._link is link:
+                with self._round:
+                    if self._link is link:
+                        self._do_round(time.monotonic())
+
+    def _open_pipe(self) -> int:
+        if self._pipe < 0:
+            path = os.path.join(self._engine.directory, f"wake-{FEED_PIPE}")
+            with contextlib.suppress(FileExistsError):
+                os.mkfifo(path, 0o600)
+                _files.match_owner_and_mode(path, self._engine.fd)
+            self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return self._pipe
+
+    def wake_feeder(self) -> None:
+        """Something was committed, or the feeder is to stop."""
+        self._engine.waker.poke([FEED_PIPE], FEED_BYTE)
+
+    def _lost(self, error: BaseException) -> None:
+        """The receiver is gone. The caller holds the round lock."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        if not self._stopping:
+            self._note(error)
+            self.wake_feeder()
+
+    def _note(self, error: BaseException) -> None:
+        if self._stopping:
+            return
+        if isinstance(error, RefusedError) and error.why == HIGHER_EPOCH:
+            self._fence(error.epoch)
+            return
+        self._reason = str(error)
+        if self._reason != self._said:
+            self._said = self._reason
+            refused = isinstance(error, RefusedError)
+            logger.log(
+                logging.ERROR if refused else logging.WARNING,
+                "%s: the replica %s %s: %s",
+                self._engine.path,
+                describe(self.address),
+                "refuses" if refused else "is not there",
+                self._reason,
+            )
+
+    def _fence(self, epoch: int) -> None:
+        """A copy was promoted: nothing is written here any more, by no process."""
+        engine = self._engine
+        words = self._page.words
+        with engine._lock:
+            try:
+                _files.lock(engine.fd, WRITE, True)
+                words[FENCED_BY] = epoch
+                words[REPLICATION] |= IS_FENCED
+                kept = words[TAIL] - words[REPLICA_AT]
+                at = words[REPLICA_AT]
+            finally:
+                _files.unlock(engine.fd, WRITE)
+        with contextlib.suppress(OSError, DiskFullError):
+            write_role(engine.fd, engine.header, FENCED, epoch)
+        logger.error(
+            "%s: its copy %s was promoted (epoch %d): this file takes no more writes. %s",
+            engine.path,
+            describe(self.address),
+            epoch,
+            f"{kept} bytes of its log, from offset {at} on, were not confirmed by the copy and are "
+            "only here"
+            if at
+            else "What was written since is only here",
+        )
+        self._wake(0)
+        engine.waker.wake_all()
+
+    @property
+    def reason(self) -> str:
+        """Why it may not be there, to be put into a message."""
+        return f" ({self._reason})" if self.is_feeder and self._link is None else ""
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop taking part. The receiver goes on to the end with `finish`."""
+        self._stopping = True
+        self._stop.set()
+        self.wake_feeder()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._engine.waker.discard(self._waker_hook)
+        with self._waiting_lock:
+            waiting, self._waiting = self._waiting, []
+        for _, waiter in waiting:
+            waiter.release()
+
+    def finish(self, last: bool) -> None:
+        """Bring the replica level while that makes progress, and end its receiver. The engine
+        closes; `last`: no other process has the file open, so nobody else would.
+        """
+        engine = self._engine
+        words = self._page.words
+        try:
+            if words[REPLICATION] & IS_FENCED or words[FAILED] or not words[REPLICATION] & WANTED:
+                return
+            if self._link is None and last and _files.try_lock(engine.fd, FEEDER, True):
+                self._connect_to_finish()
+            link = self._link
+            if link is None:
+                return
+            link._stopping = lambda: False
+            while True:
+                before = (link.acked, link.sent)
+                if link.pump(
+                    words[COMMIT], words[ANNOUNCED], time.monotonic() + _CLOSE_STALL_S
+                ) or before == (link.acked, link.sent):
+                    break
+        except (LinkDownError, RefusedError, LookupError, OSError) as error:
+            logger.debug("%s: the replica was not brought level: %s", engine.path, error)
+        finally:
+            link, self._link = self._link, None
+            if link is not None:
+                if link.acked < words[COMMIT]:
+                    logger.warning(
+                        "%s: closed with the replica %d bytes behind",
+                        engine.path,
+                        words[COMMIT] - link.acked,
+                    )
+                link.close()
+            if self._pipe >= 0:
+                os.close(self._pipe)
+                self._pipe = -1
+
+    def _connect_to_finish(self) -> None:
+        engine = self._engine
+        until_s = time.monotonic() + 3 * _CLOSE_STALL_S
+        channel = Channel(self.address, os.path.join(engine.directory, ERRORS_NAME))
+        link = Link(
+            channel, engine.fd, engine.header, self._page, lambda: time.monotonic() > until_s
+        )
+        self._link = link
+        link.greet(self._page.words[COMMIT])
+
+    def abandon(self) -> None:
+        """In a forked child: give back what was inherited."""
+        self._stopping = True
+        link, self._link = self._link, None
+        if link is not None:
+            link.abandon()
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+def wait(engine: Engine, until: int, until_s: float) -> bool:
+    """Wait until the replica has everything below `until`; False when the time is over. Raises
+    StoreFailedError, FencedError, ClosedError.
+    """
+    follow(engine)
+    replication: Replication | None = engine.replication
+    if replication is None:
+        if not engine.replicates:
+            return True
+        raise ClosedError(
+            f"{engine.path}: nobody is left here who feeds its replica; what was written is in "
+            "doubt; open it again"
+        )
+    return replication.wait(until, until_s)
+
+
+def take_back(engine: Engine, until: int, puts: Sequence[int]) -> ReplicaUnavailableError | None:
+    """Take puts back that the replica did not confirm in time, for good: the error to raise. None
+    if it has them by now.
+    """
+
+    def void(session: Session) -> bool:
+        words = session.page.words
+        if words[REPLICATED] >= until:
+            return False
+        if puts:
+            session.append([_records.pack_void(puts)])
+            words[VOIDS] += 1
+            session.ready = session.settled = ALL
+        return True
+
+    if not engine.execute(void):
+        return None
+    if puts:
+        engine.durable(engine.page.words[TAIL])
+    return unavailable(engine, bool(puts))
+
+
+def unavailable(engine: Engine, taken_back: bool) -> ReplicaUnavailableError:
+    replication: Replication | None = engine.replication
+    reason = "" if replication is None else replication.reason
+    what = (
+        "the put was taken back and is delivered to nobody"
+        if taken_back
+        else "what was put before under this id is not confirmed yet"
+    )
+    return ReplicaUnavailableError(
+        f"the replica of {engine.path} did not confirm within {engine.replica_timeout} s{reason}; "
+        f"{what}; put again later, or open the file with sync_replica=False"
+    )
+
+
+def confirm(engine: Engine, session: Session, until: int) -> None:
+    """Wait for the replica as one call must: a put is taken back when that takes too long, and
+    what settles is done all the same. Raises ReplicaUnavailableError, StoreFailedError.
+    """
+    assert isinstance(session, ReplicatedSession), "the others wait for nothing"
+    puts = session.take_puts()
+    timeout_s = engine.replica_timeout
+    if not wait(engine, until, time.monotonic() + timeout_s):
+        if puts is None:
+            logger.warning(
+                "%s: the replica did not confirm within %s s; what was settled is settled here",
+                engine.path,
+                timeout_s,
+            )
+            return
+        refused = take_back(engine, until, puts)
+        if refused is not None:
+            raise refused
+    if puts is not None and not puts and engine.page.words[VOIDS] != session.voids:
+        # What was there under the id may have been taken back while this call waited.
+        raise unavailable(engine, False)

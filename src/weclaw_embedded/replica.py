@@ -1,0 +1,108 @@
+"""The second copy of a file on another disk or machine: receiving it, and making it the first.
+
+Role: what is called by name: `receive`, the whole of a receiver process; `promote`; and what a
+file is, `node`. The feeding is done by the processes that have the primary open (`_replication`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import BinaryIO, NamedTuple
+
+from . import _files
+from ._copy import ROLE_NAMES, lock_copy, read_role, role_of, write_role
+from ._format import PRIMARY
+from ._opening import IN_USE, RECEIVER, read_header
+from ._receiver import serve
+from ._recovery import recover_copy
+from .errors import StorageError
+from .wal import Log, LogState
+
+__all__ = ["Node", "node", "promote", "receive"]
+
+logger = logging.getLogger("weclaw_embedded")
+
+
+class Node(NamedTuple):
+    """One file of a queue that has two."""
+
+    path: str
+    role: str
+    """"primary", "copy", or "fenced": a copy was promoted over it."""
+    epoch: int
+    """Raised by each promotion."""
+    alive: bool
+    """Whether a process has it open: as a queue, or as the receiver of a copy."""
+
+
+def node(path: str | os.PathLike[str]) -> Node:
+    """What the file at `path` is. Opens it only to look; raises FileNotFoundError, NotAQueueError,
+    FormatVersionError, CorruptError.
+    """
+    name = os.path.abspath(os.fsdecode(path))
+    header, role, _ = role_of(name)
+    fd = _files.open_ro(name)
+    try:
+        alive = _files.is_locked(fd, IN_USE) or _files.is_locked(fd, RECEIVER)
+    finally:
+        _files.close(fd)
+    return Node(name, ROLE_NAMES[role], header.epoch, alive)
+
+
+def receive(path: str | os.PathLike[str], stdin: BinaryIO, stdout: BinaryIO) -> int:
+    """Be the receiver of the copy at `path`: read the stream from `stdin`, answer on `stdout`.
+
+    Returns when the stream ends: 0, or 1 when it was refused. Both must be open files.
+    """
+    return serve(os.path.abspath(os.fsdecode(path)), stdin, stdout)
+
+
+def promote(path: str | os.PathLike[str]) -> int:
+    """Make the copy at `path` a primary without a replica; returns its new epoch.
+
+    Raises LockedError while a receiver still writes it or a process has it open as a queue, and
+    StorageError when it is no copy; then nothing was changed. Once this has returned the primary it
+    was a copy of is fenced off at its next contact. Interrupted in the middle, call it again.
+    """
+    from ._store import open as open_store
+
+    name = os.path.abspath(os.fsdecode(path))
+    if not os.path.exists(name):
+        raise StorageError(f"there is no file at {name}; nothing was changed; check the path")
+    fd = _files.open_rw(name)
+    try:
+        header = read_header(fd, name)
+        lock_copy(fd, name, 0.0)
+        role, _ = read_role(fd, header)
+        if role == PRIMARY:
+            raise StorageError(
+                f"{name} is no copy but a queue in its own right; nothing was changed; open it as "
+                "it is"
+            )
+        log = Log(fd, header, LogState())
+        recover_copy(log)
+        # The epoch first: from here on the old primary is refused, whatever happens to us.
+        epoch = log.write_header(epoch=header.epoch + 1).epoch
+        write_role(fd, header, PRIMARY)
+        # Shared, as those hold it who have a queue open: no receiver comes in between.
+        _files.try_lock(fd, RECEIVER, False)
+        open_store(name, replica=False).close()
+    finally:
+        _files.close(fd)
+    logger.warning("%s was promoted: it is a primary now, with epoch %d", name, epoch)
+    return epoch
+
+
+def main() -> None:
+    """Be the receiver that `replica=PATH` starts; the path is the first argument."""
+    # Whatever prints must not print into the stream.
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    sys.exit(receive(sys.argv[1], sys.stdin.buffer, out))
+
+
+if __name__ == "__main__":
+    main()
