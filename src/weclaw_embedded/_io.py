@@ -373,13 +373,20 @@ class Io:
     # -- the two roles ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._role:
-                to_sync = self._serve()
-            if to_sync:
-                self._sync()
-            elif self._closed:
-                return
+        try:
+            while True:
+                with self._role:
+                    to_sync = self._serve()
+                if to_sync:
+                    self._sync()
+                elif self._closed:
+                    return
+        except BaseException as error:
+            # Whoever waits must not wait for ever for a thread that is no more.
+            logger.exception("an I/O thread of %s has ended", self._engine.path)
+            self._closed = True
+            self._fail_all(error)
+            raise
 
     def _serve(self) -> bool:
         """Run what comes in. True when the caller is to sync, False when it is all over."""

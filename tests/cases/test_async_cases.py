@@ -93,17 +93,17 @@ def test_case_05_poison_dies_and_its_neighbours_live(path, open_queue):
     q = open_queue()
     poison = q.put("poison")
     good = q.put_many([f"good {i}" for i in range(8)])
+
+    def over():
+        return q.status(poison) == "dead" and all(q.status(id) == "done" for id in good)
+
     for _ in range(10):
         with Child(a_worker_that_dies_of_poison, path) as child:
-            eventually(lambda child=child: child.process.poll() is not None or _done(q, good), 20)
-        if _done(q, good) and q.status(poison) == "dead":
+            eventually(lambda child=child: child.process.poll() is not None or over(), 20)
+        if over():
             break
     assert q.dlq.get(poison).reason == "consumer died"
     assert [q.result(id) for id in good] == ["fine"] * 8
-
-
-def _done(q, ids):
-    return all(q.status(id) == "done" for id in ids)
 
 
 def test_case_07_release_is_not_counted(path):
