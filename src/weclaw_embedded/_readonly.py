@@ -25,7 +25,7 @@ from ._index import Index, Tx
 from ._opening import IN_USE, OWNER, PAGE_NAME, attach_page, read_header, scratch_of
 from ._options import StoreOptions
 from ._shared import DEAD_SEQ, SHIFT
-from ._wake import Timer
+from ._wake import Timer, Waker
 from .errors import ClosedError, StorageError
 from .wal import TAIL, Log, LogState
 
@@ -102,6 +102,7 @@ class ReadonlyEngine(Engine):
         self._watch = self._sync_watch = None
         self.handles = 1
         self.slot = -1
+        self.waker = Waker(self.directory, self.slot, self.fd)
         self.token = 0
         self.forked = self.closed = False
         self._lock = threading.Lock()
@@ -189,6 +190,9 @@ class ReadonlyEngine(Engine):
 
     def flush(self) -> None:
         """Nothing is written, so nothing is to be flushed."""
+
+    def hand_back(self, belongs: Callable[[Any], bool]) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         with self._lock:

@@ -62,6 +62,15 @@ _REPLAY_BATCH: Final = 50_000
 _LONGEST_SLEEP_S: Final = 60.0
 
 
+class Holder:
+    """Whose leases are handed back together: those of a queue, and with it of its store."""
+
+    __slots__ = ("store",)
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+
 class Put:
     """A message for `Queue.put_many`, with what `Queue.put` takes besides the body."""
 
@@ -169,8 +178,13 @@ class Queue:
         self._codec = store._options.codec
         self._policy = POLICIES[store._options.flush]
         self._consumer = store._consumer
+        self._holder = Holder(store)
         self._address = Address(
-            options.topic, options.group, group_id(options.topic, options.group), options.retry
+            options.topic,
+            options.group,
+            group_id(options.topic, options.group),
+            options.retry,
+            self._holder,
         )
         self.dlq = DeadLetterQueue(self)
         self._closed = False
@@ -768,6 +782,10 @@ class Queue:
         if self._closed:
             return
         self._closed = True
+        engine = self._store._shared
+        if not (self._store._closed or engine.forked):
+            engine.waker.wake_all()
+            engine.hand_back(lambda holder: holder is self._holder)
         if self._owns_store:
             self._store.close()
         else:

@@ -1,0 +1,52 @@
+"""Contract 2: several handles of one file in one process, and what closing one of them does."""
+
+from __future__ import annotations
+
+import pytest
+
+import weclaw_embedded as weclaw
+
+
+def test_closing_a_queue_hands_its_leases_back_while_another_handle_works(path):
+    """What a closed queue held is ready for the other handle at once, and no retry is counted."""
+    with weclaw.Queue(path, visibility_timeout=None) as other:
+        first = weclaw.Queue(path, visibility_timeout=None)
+        other.put("x")
+        held = first.get(block=False)
+        assert other.status(held.id) == "leased"
+        first.close()
+        again = other.get(block=False)
+        assert (again.id, again.retry_count, again.delivery_count) == (held.id, 0, 2)
+        with pytest.raises((weclaw.LeaseLostError, weclaw.ClosedError)):
+            held.ack()
+        again.ack()
+        assert other.status(held.id) == "done"
+
+
+def test_closing_a_store_hands_back_what_all_its_queues_held(path):
+    """Closing a store closes its queues: their leases are back, those of other handles stay."""
+    with weclaw.Queue(path) as other:
+        store = weclaw.open(path)
+        queues = [store.queue(), store.queue("second", group="g")]
+        queues[0].put("a")
+        queues[0].put("b")
+        queues[1].put("c")
+        kept = other.get(block=False)
+        held = [queue.get(block=False) for queue in queues]
+        store.close()
+        assert other.status(held[0].id) == "ready"
+        assert other.status(kept.id) == "leased"
+        kept.ack()
+        with weclaw.Queue(path, "second", group="g") as second:
+            assert second.get(block=False).body == "c"
+
+
+def test_closing_a_queue_of_a_store_leaves_the_store_open(path):
+    """One queue of a store closed, the others and the store go on."""
+    with weclaw.open(path) as store:
+        first, second = store.queue("first"), store.queue("second")
+        first.close()
+        with pytest.raises(weclaw.ClosedError):
+            first.put("x")
+        second.put("y")
+        assert store.queue("second").get(block=False).body == "y"
