@@ -26,8 +26,12 @@ _DIFFERENCES: Final = 100
 
 
 def topics(store: Store) -> list[str]:
-    """The name of every topic, those that no group has read too."""
-    return store._run(lambda session: sorted(topic.name for topic in session.tx.topics()))
+    """The name of every topic that was put into, those that no group has read too."""
+
+    def look(session: Session) -> list[str]:
+        return sorted(topic.name for topic in session.tx.topics() if topic.puts)
+
+    return store._run(look)
 
 
 def results(queue: Queue, after: int, n: int) -> list[tuple[int, str, Any]]:

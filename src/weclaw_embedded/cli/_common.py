@@ -98,7 +98,9 @@ def _complete_place(index: int) -> Callable[..., list[str]]:
     """Names of topics (0) or groups (1), for the shell; nothing when the file can't be read."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-        with contextlib.suppress(Exception), looking(ctx.params["file"], readonly=False) as store:
+        # With an option still open, click has not told the arguments apart.
+        file = ctx.params.get("file") or next(filter(os.path.isfile, ctx.args), "")
+        with contextlib.suppress(Exception), looking(file, readonly=False) as store:
             names = {str(place[index]) for place in places(store, None, None)}
             return sorted(name for name in names if name.startswith(incomplete))
         return []

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
@@ -69,13 +70,14 @@ def top(
                 if as_json:
                     common.print_json(look, indent=None)
                 else:
-                    common.console().print(_picture(file, look, 10_000))
+                    out = common.console()
+                    out.print(_picture(file, look, out.width, 10_000))
             return
         out = common.console()
         live = stack.enter_context(Live(console=out, screen=times is None, auto_refresh=False))
         with contextlib.suppress(KeyboardInterrupt):
             for look in looks:
-                live.update(_picture(file, look, out.height), refresh=True)
+                live.update(_picture(file, look, out.width, out.height), refresh=True)
 
 
 def _looks(
@@ -134,11 +136,15 @@ def _ever(stats: weclaw.Stats) -> int:
     return stats.ready + stats.delayed + stats.leased + stats.dead + stats.settled
 
 
-def _picture(file: str, look: dict[str, Any], height: int) -> Group:
+def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("topic/group", overflow="ellipsis", no_wrap=True, ratio=1)
-    for name in ("ready", "delayed", "leased", "dead", "in/s", "done/s", "retries", "oldest"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("ready", "delayed", "leased", "dead", "in/s", "done/s", "retries", "oldest")
+    widths = [max(6, len(name)) for name in numbers]
+    widths[-1] = len("119.9 s")
+    names = max(10, width - sum(widths) - len(widths))
+    table.add_column("topic/group", overflow="ellipsis", no_wrap=True, max_width=names)
+    for name, wide in zip(numbers, widths, strict=True):
+        table.add_column(name, justify="right", no_wrap=True, min_width=wide)
     groups = look["groups"]
     # The busiest first, as far as there is room for all.
     room = max(3, height - 6)
@@ -158,7 +164,7 @@ def _picture(file: str, look: dict[str, Any], height: int) -> Group:
     lag = look["replica_lag"]
     replica = "none" if lag is None else "level" if lag == 0 else f"{common.size(lag)} behind"
     parts: list[Any] = [
-        Text(f"{common.plain(file)}  {look['time']:%Y-%m-%d %H:%M:%S} UTC", style="bold"),
+        Text(f"{_end_of(file, width - 26)}  {look['time']:%Y-%m-%d %H:%M:%S} UTC", style="bold"),
         Text(
             f"file {common.size(look['file_bytes'])}, "
             f"reclaimable {common.size(look['reclaimable_bytes'])}, "
@@ -170,6 +176,14 @@ def _picture(file: str, look: dict[str, Any], height: int) -> Group:
     if len(shown) < len(groups):
         parts.append(Text(f"and {len(groups) - len(shown)} more; choose with --topic, --group"))
     return Group(*parts)
+
+
+def _end_of(file: str, width: int) -> str:
+    """The name on one line: of a long one the end, which tells files apart."""
+    text = common.plain(file)
+    while cell_len(text) > width:
+        text = f"…{text[2:]}"
+    return text
 
 
 # tail

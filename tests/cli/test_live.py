@@ -1,0 +1,312 @@
+"""weclawctl top, tail, metrics, bench: what goes on, on a screen and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from rich.cells import cell_len
+from tests.helpers.cli import Terminal, kill_letters, start, until
+
+import weclaw_embedded as weclaw
+
+# top
+
+
+def test_top_counts_what_happens(file: Path) -> None:
+    """One object a line and look: counts, rates since the look before."""
+    with weclaw.Queue(file) as q:
+        q.put_many(range(10))
+        q.get(timeout=5)
+        child = start("top", file, "--json", "--interval", "0.3", "-n", 20)
+        assert child.stdout is not None
+        first = json.loads(child.stdout.readline())
+        (group,) = first["groups"]
+        assert (group["ready"], group["leased"], group["dead"]) == (9, 1, 0)
+        q.put_many(range(5))
+        q.get(timeout=5).ack()
+        looks = [json.loads(child.stdout.readline())["groups"][0] for _ in range(4)]
+        child.kill()
+        child.communicate()
+    assert sum(look["puts_per_s"] for look in looks) > 0
+    assert sum(look["settled_per_s"] for look in looks) > 0
+    assert looks[-1]["settled"] == 1
+    assert {"file_bytes", "reclaimable_bytes", "damaged", "replica_lag"} <= set(first)
+
+
+def test_top_shows_topics_that_nobody_has_read(file: Path, js: Any) -> None:
+    """As stats, health and metrics do."""
+    with weclaw.Queue(file, "mails") as q:
+        q.put_many([1, 2])
+    (group,) = js("top", file, "--interval", "0.1")["groups"]
+    assert (group["topic"], group["group"], group["ready"]) == ("mails", "default", 2)
+    assert [one["ready"] for one in js("stats", file)["groups"]] == [2]
+    checks = js("health", file, "--max-backlog", 1, status=1)["checks"]
+    assert [one["topic"] for one in checks if one["check"] == "backlog"] == ["mails"]
+
+
+def test_top_on_a_screen(file: Path) -> None:
+    """Fits 80 by 24, is drawn anew, and Ctrl-C ends it with 0."""
+    kill_letters(file, *range(3))
+    with weclaw.open(file) as store:
+        for n in range(40):
+            store.queue(f"a topic with a long name, number {n}").put(n)
+    with Terminal("top", file, "--interval", "0.2") as screen:
+        screen.wait_for(r"topic/group +ready +delayed +leased +dead +in/s +done/s +retries +oldest")
+        screen.wait_for(r"and \d+ more; choose with --topic")
+        screen.raw = ""
+        screen.wait_for(r"UTC")
+        screen.type("\x03")
+        assert screen.end() == 0
+        screen.raw = screen.raw.split("\x1b[H")[1].split("\x1b[?1049l")[0]
+    assert len(screen.text.splitlines()) <= 24
+    assert max(map(cell_len, screen.text.splitlines())) <= 80, screen.text
+    assert "Traceback" not in screen.text
+
+
+# tail
+
+
+def test_tail_begins_with_the_last_and_follows(file: Path) -> None:
+    with weclaw.open(file) as store:
+        q = store.queue()
+        q.put_many([{"n": n} for n in range(20)])
+        child = start("tail", file, "--json", "-n", 3)
+        assert child.stdout is not None
+        lines = child.stdout
+        assert [json.loads(lines.readline())["body"]["n"] for _ in range(3)] == [17, 18, 19]
+        own = store.queue("mails").put(b"\xff", key="k", priority=3, headers={"h": 1}, id="mine")
+        found = json.loads(lines.readline())
+        assert (found["id"], found["topic"], found["key"]) == (own, "mails", "k")
+        assert (found["priority"], found["headers"]) == (3, {"h": 1})
+        assert found["body"] == {"base64": "/w=="}
+        for n in range(3):
+            q.put(n)
+            assert json.loads(lines.readline())["body"] == n
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (0, "")
+
+
+def test_tail_reads_what_is_kept(file: Path, ctl: Any) -> None:
+    """By topic, from an offset, over segments, and ends when told to."""
+    with weclaw.Queue(file, segment_bytes=65536) as q:
+        q.put_many(["x" * 20_000] * 10)
+        ids = [q.put({"n": n, "text": "y" * 20_000}) for n in range(10)]
+        mail = q._store.queue("mails").put("a mail")
+    _, out, _ = ctl("tail", file, "--no-follow", "-n", 0)
+    assert out == ""
+    _, out, _ = ctl("tail", file, "--no-follow", "--offset", "earliest")
+    assert len(out.splitlines()) == 21
+    assert max(map(len, out.splitlines())) == 80
+    _, out, _ = ctl("tail", file, "--no-follow", "--topic", "default", "-n", 5)
+    assert [line.split()[1] for line in out.splitlines()] == ids[-5:]
+    _, out, _ = ctl("tail", file, "--no-follow", "-n", 1)
+    assert out.split()[1:] == [mail, "mails", "a", "mail"]
+    assert ctl("tail", file, "--offset", "x")[0] == 2
+
+
+def test_tail_passes_over_damage(file: Path, ctl: Any) -> None:
+    with weclaw.Queue(file) as q:
+        for text in ("a", "b", "c"):
+            q.put(text * 300)
+    data = bytearray(file.read_bytes())
+    data[data.index(b"b" * 300) + 100] ^= 0xFF
+    file.write_bytes(data)
+    status, out, _ = ctl("tail", file, "--no-follow")
+    assert status == 0
+    assert [line.split()[-1][0] for line in out.splitlines()] == ["a", "c"]
+
+
+# metrics
+
+
+def test_metrics_are_prometheus_text(file: Path, ctl: Any, js: Any) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    kill_letters(file, 1)
+    with weclaw.Queue(file) as q:
+        q.put_many([1, 2, 3])
+        q.get(timeout=5).ack()
+        q._store.queue('a "topic"\n').put(1)
+    status, out, _ = ctl("metrics", file)
+    assert status == 0
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in parser.text_string_to_metric_families(out)
+        for sample in family.samples
+    }
+    assert found[("weclaw_up",)] == 1
+    assert found[("weclaw_ready", "default", "default")] == 2
+    assert found[("weclaw_dead", "default", "default")] == 1
+    assert found[("weclaw_settled_total", "default", "default")] == 1
+    assert found[("weclaw_damaged",)] == 0
+    assert ("weclaw_ready", "default", 'a "topic"\n') in found
+    assert {"name": "weclaw_up", "labels": {}, "value": 1.0} in js("metrics", file)
+
+
+def test_metrics_are_served_and_outlive_the_file(file: Path) -> None:
+    """What can't be opened is weclaw_up 0, not the end of the server."""
+    pytest.importorskip("prometheus_client")
+    with weclaw.Queue(file) as q:
+        q.put(1)
+    child = start("metrics", file, "--serve", "127.0.0.1:0")
+    assert child.stderr is not None
+    url = child.stderr.readline().split()[-1]
+
+    def scrape() -> str:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.read().decode("utf-8")
+
+    assert 'weclaw_ready{group="default",topic="default"} 1.0' in scrape()
+    with weclaw.Queue(file) as q:
+        q.put(2)
+        assert 'weclaw_ready{group="default",topic="default"} 2.0' in scrape()
+    os.rename(file, f"{file}.away")
+    assert "weclaw_up 0.0" in scrape()
+    os.rename(f"{file}.away", file)
+    assert "weclaw_up 1.0" in scrape()
+    child.terminate()
+    child.communicate(timeout=30)
+    assert child.returncode == 0
+
+
+def test_metrics_of_what_is_not_there(file: Path, ctl: Any) -> None:
+    pytest.importorskip("prometheus_client")
+    status, out, err = ctl("metrics", file)
+    assert (status, "weclaw_up 0.0" in out, "no such file" in err) == (1, True, True)
+    assert ctl("metrics", file, "--serve", "127.0.0.1:0")[0] == 1
+    assert ctl("metrics", file, "--serve", "127.0.0.1:http")[0] in (1, 2)
+
+
+def test_metrics_without_the_extra_says_what_to_install(
+    file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    status, _, err = ctl("metrics", file)
+    assert status == 1
+    assert "weclaw-embedded[metrics]" in err
+
+
+# bench
+
+
+def test_bench_measures_against_a_floor_and_leaves_nothing(
+    tmp_path: Path, js: Any, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = js("bench", "-n", 100)
+    assert found["rows"][0]["times_floor"] == 1.0
+    assert {"put, synced", "get + ack, synced"} <= {row["work"] for row in found["rows"]}
+    assert all(row["per_s"] > 0 for row in found["rows"])
+    assert list(tmp_path.iterdir()) == []
+    _, out, _ = ctl("bench", tmp_path / "tasks.wq", "-n", 100)
+    assert "× floor" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+
+
+# screens
+
+
+def test_a_progress_bar_on_a_terminal_and_none_in_a_pipe(file: Path, handlers: Any) -> None:
+    with weclaw.Queue(file) as q:
+        q.put_many(list(range(100)))
+    spec = handlers(
+        "import time\ndef handle(msg):\n    time.sleep(0.02)\n    1 / (msg.body - 50)\n"
+    )
+    words = ("work", file, spec, "--concurrency", 2, "--pause-after", 0)
+    with Terminal(*words) as screen:
+        screen.wait_for(r"work .*━.* \d+/100 ")
+        screen.wait_for(r"failed: ZeroDivisionError")
+        screen.wait_for(r"work \(1 failure\)")
+        screen.type("\x03")
+        assert screen.end() == 0
+        assert max(len(line) for line in screen.text.splitlines()) <= 200  # a bar is redrawn
+    child = start(*words, "--drain")
+    until(lambda: child.poll() is not None or _leased(file), 60)
+    child.terminate()
+    out, err = child.communicate(timeout=30)
+    assert "━" not in out + err
+
+
+def _leased(file: Path) -> bool:
+    with weclaw.Queue(file) as q:
+        return q.stats().settled > 60
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("stats",), ("peek",), ("health",), ("dlq", "list"), ("results",), ("verify",), ("tail",)],
+    ids=" ".join,
+)
+def test_screens_are_80_wide(words: tuple[str, ...], file: Path) -> None:
+    """On a terminal of 80 columns nothing runs over, whatever bodies and names are."""
+    kill_letters(file, "写一份关于季度销售的报告" * 20, reason="ошибка " * 100)
+    with weclaw.open(file) as store:
+        queue = store.queue("a topic whose name is rather longer than anyone would wish it to be")
+        queue.put({"prompt": "この会議の議事録をまとめてください" * 10, "bell": "\x07\x1b[2J"})
+        done = store.queue()
+        done.put(1)
+        done.get(timeout=5).ack(result="é" * 500)
+        done.put("x" * 1000)
+    extra = ("--no-follow",) if words[0] == "tail" else ()
+    with Terminal(*words, file.name, *extra, cwd=file.parent) as screen:
+        assert screen.end() == 0
+        text = screen.text
+    assert text.strip()
+    if words[0] != "health":  # lines for programs too: not cut
+        assert max(map(cell_len, text.splitlines())) <= 80, text
+    assert "\x07" not in screen.raw
+    assert "\x1b[2J" not in screen.raw
+
+
+def test_completion_knows_verbs_topics_and_groups(file: Path) -> None:
+    from click.shell_completion import ShellComplete
+
+    from weclaw_embedded.cli._app import app
+
+    with weclaw.Queue(file, "mails", group="senders") as q:
+        q.put(1)
+        q.get(timeout=5)
+
+    def complete(*words: object) -> list[str]:
+        *args, incomplete = map(str, words)
+        completer = ShellComplete(app, {}, "weclawctl", "_WECLAWCTL_COMPLETE")
+        return [one.value for one in completer.get_completions(args, incomplete)]
+
+    assert {"peek", "put", "pause", "promote", "purge"} <= set(complete("p"))
+    assert complete("dlq", "re") == ["redrive"]
+    assert complete("stats", file, "--topic", "") == ["mails"]
+    assert complete("stats", file, "--group", "s") == ["senders"]
+    assert complete("stats", file.parent / "none.wq", "--topic", "") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell: str, ctl: Any) -> None:
+    status, out, _ = ctl("completion", shell)
+    assert status == 0
+    assert "_WECLAWCTL_COMPLETE" in out
+
+
+def test_a_reader_that_has_seen_enough(file: Path) -> None:
+    """`weclawctl peek FILE | head -1` says nothing of a broken pipe."""
+    with weclaw.Queue(file) as q:
+        q.put_many(list(range(5000)))
+    child = start("peek", file, "-n", 5000)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    with child.stderr:
+        assert child.stderr.read() == ""
+    child.wait(timeout=30)
