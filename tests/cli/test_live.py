@@ -67,7 +67,7 @@ def test_top_on_a_screen(file: Path) -> None:
         screen.wait_for(r"UTC")
         screen.type("\x03")
         assert screen.end() == 0
-        screen.raw = screen.raw.split("\x1b[H")[1].split("\x1b[?1049l")[0]
+        screen.raw = screen.raw.split("\x1b[H")[1].split("^C")[0]
     assert len(screen.text.splitlines()) <= 24
     assert max(map(cell_len, screen.text.splitlines())) <= 80, screen.text
     assert "Traceback" not in screen.text
