@@ -167,8 +167,10 @@ def test_waiting_has_an_end(path):
         q.put(2, block=False)
     with pytest.raises(ValueError, match="negative"):
         q.get(timeout=-1)
-    threading.Timer(0.05, q.get).start()
+    timer = threading.Timer(0.05, q.get)
+    timer.start()
     q.put(2, timeout=5)
+    timer.join()
     assert (q.get(), q.empty(), q.full()) == (2, True, False)
     q.close()
 

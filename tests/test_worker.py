@@ -106,7 +106,7 @@ def test_an_exception_is_a_failure_that_says_what_it_was(open_queue):
 
     with Running(q, handler) as worker:
         eventually(lambda: letters)
-        assert worker.failed == 3
+        eventually(lambda: worker.failed == 3)
     assert [f.reason for f in letters[0].failures] == [f"ValueError: number {i}" for i in range(3)]
 
 

@@ -129,8 +129,21 @@ class AsyncQueue:
         `Queue.put` for the arguments and what is raised.
         """
         queue = self._queue
-        message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
-        return (await self._put([message], block, timeout))[0]
+        messages = [queue._encode(body, id, key, priority, delay, eta, ttl, headers)]
+        if not block or timeout is not None or queue._store.readonly:
+            return (await self._put(messages, block, timeout))[0]
+        # The same as `_put` and `Io.wait`, written out: the way of most puts.
+        engine = queue._engine
+        _delivery.check_size(messages, engine.option("max_message_bytes"))
+        io = engine.io or io_of(engine)
+        call = PutCall(asyncio.get_running_loop(), queue, messages, None, queue.maxsize)
+        io.submit(call)
+        try:
+            ids: list[str] = await call.future  # type: ignore[misc]  # it has a loop
+        except BaseException:
+            io.abandon(call)
+            raise
+        return ids[0]
 
     async def put_nowait(self, body: Any, **options: Any) -> str:
         """`put` that raises `Full` instead of waiting for room."""

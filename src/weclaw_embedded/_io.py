@@ -84,50 +84,32 @@ class Source(Protocol):
 
 
 class Call:
-    """Something one task waits for."""
+    """Something one task waits for. Most of what it may have is the same for most: the defaults
+    stand in the class, because making calls is half of what a put costs the loop.
+    """
 
-    __slots__ = (
-        "_token",
-        "alone",
-        "cancelled",
-        "error",
-        "future",
-        "leases",
-        "loop",
-        "over",
-        "puts",
-        "result",
-        "since_s",
-        "until_s",
-        "unwanted",
-        "watched",
-    )
+    result: Any = None
+    error: BaseException | None = None
+    leases: list[Lease] | None = None
+    # Called with the result of what was done, when the task was cancelled meanwhile.
+    unwanted: Callable[[Any], None] | None = None
+    cancelled = False
+    over = False  # answered, or given up in the I/O thread
+    alone = False  # not to be made one with its neighbours
+    watched = False  # its end is noted
+    # What a put has put, to be taken back if a replica does not confirm it in time.
+    puts: list[int] | None = None
+    since_s = 0.0  # when it began to wait for the replica
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None, until_s: float | None) -> None:
         self.loop = loop
         self.future: asyncio.Future[Any] | None = None if loop is None else loop.create_future()
         self.until_s = until_s  # None: for ever; 0.0: no waiting
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.leases: list[Lease] | None = None
-        # What a put has put, to be taken back if a replica does not confirm it in time.
-        self.puts: list[int] | None = None
-        self.since_s = 0.0  # when it began to wait for the replica
-        # Called with the result of what was done, when the task was cancelled meanwhile.
-        self.unwanted: Callable[[Any], None] | None = None
-        self.cancelled = False
-        self.over = False  # answered, or given up in the I/O thread
-        self.alone = False  # not to be made one with its neighbours
-        self.watched = False  # its end is noted
-        self._token = [None]
 
     def claim(self) -> bool:
         """True for the first who asks: he gives back what was leased."""
-        try:
-            self._token.pop()
-        except IndexError:
-            return False
-        return True
+        mine = object()
+        return self.__dict__.setdefault("_claimed_by", mine) is mine
 
 
 class Op(Call):
@@ -135,10 +117,15 @@ class Op(Call):
 
     It returns PENDING (or raises NoRoom) with the waiter registered when it has to be tried again.
     `late` is the exception for one whose time is over; `finish` makes the answer from the result,
-    outside the lock. Those of one `room` are let in in the order they came.
+    outside the lock. Those of one `room` are let in in the order they came. The end of `queue`
+    ends the wait.
     """
 
-    __slots__ = ("args", "finish", "late", "operation", "queue", "room")
+    args: tuple[Any, ...] = ()
+    late: Callable[[], BaseException] | None = None
+    finish: Callable[[Any], Any] | None = None
+    room: object = None
+    queue: Queue | None = None
 
     def __init__(
         self,
@@ -152,46 +139,57 @@ class Op(Call):
         queue: Queue | None = None,
     ) -> None:
         super().__init__(loop, until_s)
-        self.operation = operation
+        self._operation = operation
         self.args = args
         self.late = late
         self.finish = finish
         self.room = room
-        self.queue = queue  # its end ends the wait
+        self.queue = queue
+
+    def attempt(self, session: Session, waiter: Waiter | None) -> Any:
+        """Run it. Under the write lock."""
+        return self._operation(session, waiter, *self.args)
 
 
 class PutCall(Op):
     """A put: several that have no condition of their own become one frame."""
 
-    __slots__ = ("messages", "plain")
+    queue: Queue
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop | None,
+        loop: asyncio.AbstractEventLoop,
         queue: Queue,
         messages: list[Encoded],
         until_s: float | None,
         maxsize: int,
     ) -> None:
-        Call.__init__(self, loop, until_s)
-        self.queue: Queue = queue
+        self.loop = loop
+        self.future = loop.create_future()
+        self.until_s = until_s
+        self.queue = self.room = queue
         self.messages = messages
-        self.plain = maxsize <= 0 and not any(message.id is not None for message in messages)
-        self.room = queue
-        self.late = None
-        self.finish = None
-        self.operation = self._put
-        self.args = (maxsize,)
+        self.maxsize = maxsize
 
-    def _put(self, session: Session, waiter: Waiter | None, maxsize: int) -> list[str]:
+    def is_plain(self) -> bool:
+        """Whether it may become one with others."""
+        if self.maxsize > 0 or self.alone:
+            return False
+        messages = self.messages
+        if len(messages) == 1:
+            return messages[0].id is None
+        return all(message.id is None for message in messages)
+
+    def attempt(self, session: Session, waiter: Waiter | None) -> list[str]:
+        """Put, or raise NoRoom with the waiter registered. Under the write lock."""
         queue = self.queue
-        return _delivery.put(session, queue._address, self.messages, queue._policy, maxsize, waiter)
+        return _delivery.put(
+            session, queue._address, self.messages, queue._policy, self.maxsize, waiter
+        )
 
 
 class TakeCall(Call):
     """A take of up to `n` messages, at least one."""
-
-    __slots__ = ("empty", "n", "source", "visibility_s")
 
     def __init__(
         self,
@@ -211,8 +209,6 @@ class TakeCall(Call):
 
 class SyncCall(Call):
     """A wait for the disk: everything below `until`."""
-
-    __slots__ = ("again", "until")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop | None, until: int, again: Call | None = None
@@ -516,35 +512,32 @@ class Io:
     def _take_in(self, turn: _Turn) -> None:
         """Make jobs of what has come in; neighbouring plain puts become one."""
         inbox = self._inbox
-        merged: list[Call] | None = None
-        last: PutCall | None = None
+        merged: list[Call] = []
+        messages: list[Encoded] = []
+        last: Queue | None = None  # whose puts are being made one
         n_bytes = 0
         for _ in range(min(len(inbox), MAX_CALLS)):
             call = inbox.popleft()
             if call.cancelled:
                 continue
             if isinstance(call, PutCall):
-                n_bytes += sum(len(message.body) for message in call.messages)
-                if call.plain and not call.alone:
-                    if merged is not None and last is not None and last.queue is call.queue:
+                for message in call.messages:
+                    n_bytes += len(message.body)
+                if call.is_plain():
+                    queue = call.queue
+                    if queue is last:
                         merged.append(call)
-                        turn.jobs[-1].args[1].extend(call.messages)
+                        messages.extend(call.messages)
                     else:
-                        queue = call.queue
+                        last = queue
                         merged = [call]
-                        job = Job(
-                            _delivery.put,
-                            queue._address,
-                            list(call.messages),
-                            queue._policy,
-                            0,
-                        )
-                        turn.add(job, merged)
-                    last = call
+                        messages = list(call.messages)
+                        put = Job(_delivery.put, queue._address, messages, queue._policy, 0)
+                        turn.add(put, merged)
                     if n_bytes > MAX_BYTES:
                         return
                     continue
-            merged = None
+            last = None
             if isinstance(call, Op):
                 self._attempt_later(turn, call)
             elif isinstance(call, TakeCall):
@@ -576,7 +569,7 @@ class Io:
         if call.room is not None and id(call.room) in blocked and waits:
             return PENDING
         try:
-            return call.operation(session, self._settled if waits else None, *call.args)
+            return call.attempt(session, self._settled if waits else None)
         except NoRoom as error:
             if not waits:
                 raise Full(str(error)) from None
@@ -678,9 +671,10 @@ class Io:
                 assert isinstance(call, PutCall)
                 n = len(call.messages)
                 call.result = result[at : at + n]
-                call.over = True
                 at += n
-                self._if_cancelled(call)
+                call.over = True
+                if call.cancelled:
+                    self._give_back(call)
         first = calls[0]
         if error is None and isinstance(first, PutCall) and first.queue._policy == BATCH:
             turn.puts[first.queue] = turn.puts.get(first.queue, 0) + len(result)
