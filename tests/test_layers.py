@@ -33,13 +33,17 @@ LAYERS = [
     ["_index"],
     ["_wake", "_shared"],
     ["_opening"],
+    ["_copy"],
+    ["_feeder", "_receiver"],
     ["_engine"],
-    ["_registry", "_readonly", "_delivery"],
+    ["_registry", "_readonly", "_delivery", "_replication"],
     ["_queries", "_reclaim", "_mend", "_order"],
+    ["_restore"],
     ["_message"],
     ["dlq", "_survey"],
     ["queue"],
     ["_store"],
+    ["replica"],
     ["_io"],
     ["_async", "_dropin"],
     ["_async_queue"],
@@ -51,6 +55,8 @@ LAYERS = [
 #: Imports against the direction, all of them inside a function or for type checkers only, and why.
 EXCEPTIONS = {
     ("_engine", "_reclaim"): "upkeep runs by itself on the engine's timer",
+    ("_engine", "_replication"): "turns in a file with a replica are of another kind",
+    ("_engine", "_restore"): "what is damaged is healed where it is noticed",
     ("queue", "_store"): "Queue(path) opens the store it belongs to",
 }
 
@@ -80,6 +86,37 @@ DOORS = {
         "os.access": "whether the page may be read",
         "tempfile.mkdtemp": "the same",
         "shutil.rmtree": "the same",
+    },
+    "_copy": {
+        "os.open": "a copy that is made anew, beside its place",
+    },
+    "_feeder": {
+        "os.open": "what the receiver says on standard error is kept",
+        "os.close": "the same",
+        "open": "and read when it has died",
+        "os.read": "pipes to the receiver",
+        "os.write": "pipes to the receiver",
+        "os.set_blocking": "pipes to the receiver",
+    },
+    "_receiver": {
+        "os.read": "standard streams",
+        "os.write": "standard streams",
+    },
+    "_replication": {
+        "open": "the replica's address, noted beside the file",
+        "os.replace": "the same",
+        "os.mkfifo": "the feeder's pipe",
+        "os.open": "the feeder's pipe",
+        "os.close": "the feeder's pipe",
+        "os.read": "the feeder's pipe",
+    },
+    "_restore": {
+        "os.rename": "a damaged file is moved aside",
+    },
+    "replica": {
+        "os.dup": "standard streams",
+        "os.dup2": "standard streams",
+        "os.fdopen": "standard streams",
     },
     "_wake": {
         "os.open": "pipes",

@@ -284,7 +284,7 @@ class Engine:
     may call any method.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, replica: object = None) -> None:
         self.path = opened.path
         self.fd = opened.fd
         self.header = opened.header
@@ -340,6 +340,8 @@ class Engine:
         if opened.role:
             self._take_role(opened)
         if self.recovery is not None:
+            if self.recovery.damaged:
+                self.heal(self.log.head_offset, self.page.words[TAIL], replica)
             self._report(self.recovery)
         if opened.rebuild:
             self.execute(lambda session: session.tx)
@@ -799,6 +801,22 @@ class Engine:
         from ._replication import take_back
 
         return take_back(self, until, puts)
+
+    def heal(self, start: int, end: int, replica: object = None) -> bool:
+        """Put what the replica has in the place of what can't be read between two offsets; True
+        when something can be read again.
+        """
+        from ._feeder import normal
+        from ._restore import heal, replica_of
+
+        chosen = self._adopted[-1] if self._adopted else None
+        address = normal(replica) or replica_of(self.path, chosen)
+        if address is None:
+            return False
+        healed = self.execute(lambda session: heal(session.log, address, start, end))
+        if healed:
+            self.sync_file()
+        return bool(healed)
 
     def take_part(self, replication: Any) -> bool:
         """Keep this as the process's part in feeding the replica; False if it has one."""

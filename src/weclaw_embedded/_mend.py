@@ -97,10 +97,11 @@ def repair(engine: Engine) -> list[tuple[int, str]]:
     found = engine.verify()
     if not found:
         return []
+    engine.heal(engine.log.head_offset, engine.page.words[TAIL])
 
     def mend(session: Session) -> None:
         log = session.log
-        for start, end, reason in _unreadable(log):
+        for start, end, reason in unreadable(log, log.head_offset, log.state.words[TAIL]):
             for offset in session.tx.live_in(start, end):
                 if offset < end and offset >= start:
                     _delivery.set_aside(session, offset, reason)
@@ -119,8 +120,10 @@ def repair(engine: Engine) -> list[tuple[int, str]]:
     return found
 
 
-def _unreadable(log: Log) -> list[tuple[int, int, str]]:
-    """(start, end, reason) of what lies between good frames and is none."""
+def unreadable(log: Log, first: int, last: int) -> list[tuple[int, int, str]]:
+    """(start, end, reason) of what lies between good frames and is none, from the first of these
+    offsets to the last.
+    """
     bad: list[tuple[int, str]] = []
     found: list[tuple[int, int, str]] = []
     words = log.state.words
@@ -136,11 +139,13 @@ def _unreadable(log: Log) -> list[tuple[int, int, str]]:
         bad.clear()
 
     for frame in log.frames(
-        log.head_offset, words[TAIL], on_damage=lambda offset, reason: bad.append((offset, reason))
+        log.boundary_before(first),
+        last,
+        on_damage=lambda offset, reason: bad.append((offset, reason)),
     ):
         close(frame[0])
-    close(words[TAIL])
-    return [one for one in found if one[1] - one[0] >= _SMALLEST_BLANK]
+    close(last)
+    return [one for one in found if one[1] - one[0] >= _SMALLEST_BLANK and one[1] > first]
 
 
 def _blank(log: Log, start: int, end: int) -> None:

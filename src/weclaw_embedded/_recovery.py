@@ -54,7 +54,7 @@ from ._segments import (
 )
 from .errors import CorruptError, DiskFullError, WeclawError
 
-__all__ = ["Recovery", "heal", "recover", "recover_copy", "verify"]
+__all__ = ["Recovery", "find_segments", "heal", "recover", "recover_copy", "verify"]
 
 _PIECE = 1 << 20
 _WALK_TAIL_SEGMENT = 4 << 20  # segments up to this size are walked whole to find the tail
@@ -93,7 +93,7 @@ def recover(
             _files.sync_data(log.fd)
     if failed or not cache_is_true:
         _files.drop_cache(log.fd, 0, 0)
-    _find_segments(log)
+    find_segments(log)
     recovery = _find_end(log, commit, near, whole=whole)
     words = log.state.words
     words[TAIL] = max(recovery.tail, (words[LAST] << log.bits) + SLOT_BYTES)
@@ -124,7 +124,7 @@ def recover_copy(log: Segments) -> None:
     """
     _files.sync_data(log.fd)
     _files.drop_cache(log.fd, 0, 0)
-    _find_segments(log)
+    find_segments(log)
     words = log.state.words
     segment = words[LAST]
     while segment > words[HEAD] and not _begins_a_frame(log, segment):
@@ -207,7 +207,7 @@ def _n_slots(log: Segments) -> int:
     return max(0, -(-(_files.size(log.fd) - HEADER_BYTES) // log.segment_bytes))
 
 
-def _find_segments(log: Segments) -> None:
+def find_segments(log: Segments) -> None:
     """Fill the slot table, HEAD and LAST from the slot headers and the head record."""
     words = log.state.words
     n_slots = _n_slots(log)

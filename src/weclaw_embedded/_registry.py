@@ -18,8 +18,12 @@ _engines: dict[tuple[int, int], Engine] = {}
 _registry_lock = threading.RLock()
 
 
-def acquire(path: str, segment_bytes: int | None, default_segment_bytes: int) -> Engine:
-    """The engine of the file at `path`, opened if this process does not have it yet."""
+def acquire(
+    path: str, segment_bytes: int | None, default_segment_bytes: int, replica: object = None
+) -> Engine:
+    """The engine of the file at `path`, opened if this process does not have it yet. What is
+    damaged is healed from `replica`, if its address is given.
+    """
     real = os.path.realpath(path)
     with _registry_lock:
         with contextlib.suppress(OSError):
@@ -33,7 +37,7 @@ def acquire(path: str, segment_bytes: int | None, default_segment_bytes: int) ->
                     )
                 engine.handles += 1
                 return engine
-        engine = Engine(open_shared(real, segment_bytes, default_segment_bytes))
+        engine = Engine(open_shared(real, segment_bytes, default_segment_bytes), replica)
         found = os.fstat(engine.fd)
         _engines[found.st_dev, found.st_ino] = engine
         engine.handles = 1

@@ -27,8 +27,9 @@ from ._options import (
     store_options,
 )
 from ._queries import GroupInfo
+from ._restore import restore_damaged, restore_missing
 from ._shared import mask_of
-from .errors import ClosedError, StorageError
+from .errors import ClosedError, CorruptError, NotAQueueError, StorageError
 from .queue import Queue
 
 if TYPE_CHECKING:
@@ -113,7 +114,14 @@ class Store:
             looking = open_readonly(self.path)
             looking.look_with(self._options)
             return looking
-        engine = _registry.acquire(self.path, self._options.segment_bytes, DEFAULT_SEGMENT_BYTES)
+        restore_missing(self.path, self._options)
+        size, replica = self._options.segment_bytes, self._options.replica
+        try:
+            engine = _registry.acquire(self.path, size, DEFAULT_SEGMENT_BYTES, replica)
+        except (CorruptError, NotAQueueError) as error:
+            if not restore_damaged(self.path, self._options, error):
+                raise
+            engine = _registry.acquire(self.path, size, DEFAULT_SEGMENT_BYTES, replica)
         try:
             engine.adopt(self._options, self._consumer)
         except BaseException:

@@ -261,6 +261,8 @@ class Queue:
                 except LookupError:
                     return None
             except (CorruptError, ValueError) as error:
+                if isinstance(error, CorruptError) and engine.heal(location, location + 1):
+                    continue
                 self._run(_delivery.set_aside, offset, str(error))
                 return None
 
