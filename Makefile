@@ -2,11 +2,13 @@
 # the first target called makes the virtual environment and installs what is needed into it.
 #
 #   make demo    the crash drills: what a kill -9 loses, and what it does not
-#   make test    all tests
+#   make test    the tests, two at a time, but for those that take minutes
+#   make long    these too
+#   make crash   crash rounds: kill, reopen, compare with what was promised (ROUNDS=200 SEED=7)
 #   make check   formatting, lint and types
 #   make clean   remove what these made
 #
-# Another interpreter: make test PYTHON=python3.12
+# Another interpreter: make test PYTHON=python3.12. Some tests: make test TEST_ARGS='-k dlq -x'.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -16,15 +18,25 @@ STAMP  := $(VENV)/.ready-$(notdir $(PYTHON))
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
+JOBS      ?= 2
+ROUNDS    ?= 20
+KIND      ?= random
+SEED      ?=
 
-.PHONY: demo test check format setup clean
+.PHONY: demo test long crash check format setup clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	@$(BIN)/weclawctl demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) -m 'not slow' $(TEST_ARGS)
+
+long: $(STAMP)
+	@$(BIN)/python -m pytest -n $(JOBS) $(TEST_ARGS)
+
+crash: $(STAMP)
+	@$(BIN)/python -m tests.crash --kind $(KIND) --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
