@@ -44,6 +44,7 @@ LAYERS = [
     ["queue"],
     ["_store"],
     ["replica"],
+    ["_io_calls"],
     ["_io"],
     ["_async", "_dropin"],
     ["_async_queue"],

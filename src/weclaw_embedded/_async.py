@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._engine import BATCH, Engine, Job
-from ._io import Op, Written, in_pool, io_of, small_pool
+from ._io import Written, in_pool, io_of, small_pool
+from ._io_calls import Op
 from ._message import Message, Transaction, describe
 from .dlq import DeadLetter, DeadLetterQueue
 from .errors import LeaseLostError

@@ -25,7 +25,8 @@ from . import _delivery, _queries
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine, Session
-from ._io import PENDING, Op, PutCall, TakeCall, closed_error, in_pool, io_of, small_pool
+from ._io import in_pool, io_of, small_pool
+from ._io_calls import PENDING, Op, PutCall, TakeCall, closed_error
 from ._options import UNSET, Unset, check_count
 from ._queries import Outcome, Stats
 from ._wake import Waiter

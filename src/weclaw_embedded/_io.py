@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import heapq
 import logging
 import os
@@ -33,11 +32,23 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _delivery
 from ._delivery import Encoded, Lease, NoRoom, Taken
-from ._engine import BATCH, DEATH_CHECK_S, Engine, Job, Session
+from ._engine import BATCH, Engine, Job, Session
+from ._io_calls import (
+    PENDING,
+    Call,
+    Op,
+    PutCall,
+    SyncCall,
+    TakeCall,
+    Takes,
+    Turn,
+    closed_error,
+    copy_of,
+)
 from ._shared import FAILED, SYNC_HIGH
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from .errors import ClosedError, DiskFullError, Full, LeaseLostError, StoreFailedError
@@ -53,169 +64,9 @@ logger = logging.getLogger("weclaw_embedded")
 MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
+# How often it is looked for what nobody tells: a death has to be noticed within half a second.
+_TICK_S: Final = 0.35
 _SMALL_POOL: Final = 8
-
-
-class Pending:
-    """The type of PENDING: what an operation returns that has to be tried again."""
-
-
-PENDING: Final = Pending()
-
-
-class Source(Protocol):
-    """Where takes come from: what an `AsyncQueue` or a drop-in is to this module."""
-
-    def ended(self) -> BaseException | None:
-        """What whoever still waits is told when nothing more will come; None: it may come."""
-        ...
-
-    def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
-        """Lease up to `n`; with none, register the waiter. Under the write lock."""
-        ...
-
-    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
-        """What a caller gets for each lease; fewer when some turn out to be damaged."""
-        ...
-
-    def tell_dead(self, offsets: list[int]) -> None:
-        """These became dead letters while looking."""
-        ...
-
-
-class Call:
-    """Something one task waits for. Most of what it may have is the same for most: the defaults
-    stand in the class, because making calls is half of what a put costs the loop.
-    """
-
-    result: Any = None
-    error: BaseException | None = None
-    leases: list[Lease] | None = None
-    # Called with the result of what was done, when the task was cancelled meanwhile.
-    unwanted: Callable[[Any], None] | None = None
-    cancelled = False
-    over = False  # answered, or given up in the I/O thread
-    alone = False  # not to be made one with its neighbours
-    watched = False  # its end is noted
-    # What a put has put, to be taken back if a replica does not confirm it in time.
-    puts: list[int] | None = None
-    since_s = 0.0  # when it began to wait for the replica
-
-    def __init__(self, loop: asyncio.AbstractEventLoop | None, until_s: float | None) -> None:
-        self.loop = loop
-        self.future: asyncio.Future[Any] | None = None if loop is None else loop.create_future()
-        self.until_s = until_s  # None: for ever; 0.0: no waiting
-
-    def claim(self) -> bool:
-        """True for the first who asks: he gives back what was leased."""
-        mine = object()
-        return self.__dict__.setdefault("_claimed_by", mine) is mine
-
-
-class Op(Call):
-    """An operation under the write lock: `operation(session, waiter, *args)`.
-
-    It returns PENDING (or raises NoRoom) with the waiter registered when it has to be tried again.
-    `late` is the exception for one whose time is over; `finish` makes the answer from the result,
-    outside the lock. Those of one `room` are let in in the order they came. The end of `queue`
-    ends the wait.
-    """
-
-    args: tuple[Any, ...] = ()
-    late: Callable[[], BaseException] | None = None
-    finish: Callable[[Any], Any] | None = None
-    room: object = None
-    queue: Queue | None = None
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop | None,
-        operation: Callable[..., Any],
-        *args: Any,
-        until_s: float | None = 0.0,
-        late: Callable[[], BaseException] | None = None,
-        finish: Callable[[Any], Any] | None = None,
-        room: object = None,
-        queue: Queue | None = None,
-    ) -> None:
-        super().__init__(loop, until_s)
-        self._operation = operation
-        self.args = args
-        self.late = late
-        self.finish = finish
-        self.room = room
-        self.queue = queue
-
-    def attempt(self, session: Session, waiter: Waiter | None) -> Any:
-        """Run it. Under the write lock."""
-        return self._operation(session, waiter, *self.args)
-
-
-class PutCall(Op):
-    """A put: several that have no condition of their own become one frame."""
-
-    queue: Queue
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        queue: Queue,
-        messages: list[Encoded],
-        until_s: float | None,
-        maxsize: int,
-    ) -> None:
-        self.loop = loop
-        self.future = loop.create_future()
-        self.until_s = until_s
-        self.queue = self.room = queue
-        self.messages = messages
-        self.maxsize = maxsize
-
-    def is_plain(self) -> bool:
-        """Whether it may become one with others."""
-        if self.maxsize > 0 or self.alone:
-            return False
-        messages = self.messages
-        if len(messages) == 1:
-            return messages[0].id is None
-        return all(message.id is None for message in messages)
-
-    def attempt(self, session: Session, waiter: Waiter | None) -> list[str]:
-        """Put, or raise NoRoom with the waiter registered. Under the write lock."""
-        queue = self.queue
-        return _delivery.put(
-            session, queue._address, self.messages, queue._policy, self.maxsize, waiter
-        )
-
-
-class TakeCall(Call):
-    """A take of up to `n` messages, at least one."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        source: Source,
-        n: int,
-        visibility_s: float | None,
-        until_s: float | None,
-        empty: Callable[[], BaseException],
-    ) -> None:
-        super().__init__(loop, until_s)
-        self.source = source
-        self.n = n
-        self.visibility_s = visibility_s
-        self.empty = empty
-
-
-class SyncCall(Call):
-    """A wait for the disk: everything below `until`."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop | None, until: int, again: Call | None = None
-    ) -> None:
-        super().__init__(loop, None)
-        self.until = until
-        self.again = again  # to be tried again once that is synced
 
 
 class Written(Awaitable[None]):
@@ -231,40 +82,6 @@ class Written(Awaitable[None]):
         if self._until and not self._engine.is_durable(self._until):
             call = SyncCall(asyncio.get_running_loop(), self._until)
             yield from io_of(self._engine).wait(call).__await__()
-
-
-class _Takes:
-    """Takes that wait for the same: of one source, with leases of one length."""
-
-    __slots__ = ("calls", "look_at_s", "source", "visibility_s")
-
-    def __init__(self, source: Source, visibility_s: float | None) -> None:
-        self.source = source
-        self.visibility_s = visibility_s
-        self.calls: deque[TakeCall] = deque()
-        self.look_at_s: float | None = None
-
-    def drop_finished(self) -> None:
-        if any(call.cancelled or call.over for call in self.calls):
-            self.calls = deque(c for c in self.calls if not (c.cancelled or c.over))
-
-
-class _Turn:
-    """What one turn runs, and who is answered after it."""
-
-    __slots__ = ("answers", "blocked", "jobs", "owners", "puts", "takes")
-
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.owners: list[list[Call] | _Takes] = []
-        self.takes: list[_Takes] = []
-        self.blocked: set[int] = set()  # ids of rooms that are full in this turn
-        self.puts: dict[Queue, int] = {}
-        self.answers: list[Call] = []
-
-    def add(self, job: Job, owner: list[Call] | _Takes) -> None:
-        self.jobs.append(job)
-        self.owners.append(owner)
 
 
 class Io:
@@ -288,7 +105,7 @@ class Io:
         self._look_ready = False
         self._look_settled = False
         # Only the thread that serves touches these.
-        self._takes: dict[tuple[int, float | None], _Takes] = {}
+        self._takes: dict[tuple[int, float | None], Takes] = {}
         self._parked: list[Op] = []
         self._late: list[tuple[float, int, Call]] = []
         self._count = 0
@@ -392,13 +209,13 @@ class Io:
                 self._fail_all()
             else:
                 self._sleep()
-                turn = _Turn()
+                turn = Turn()
                 try:
                     self._run_turn(turn)
                 except BaseException as error:
                     logger.exception("an I/O thread of %s failed", self._engine.path)
                     for owner in turn.owners:
-                        self._fail(list(owner.calls if isinstance(owner, _Takes) else owner), error)
+                        self._fail(list(owner.calls if isinstance(owner, Takes) else owner), error)
                     self._fail_all(error)
             with self._lock:
                 if self._to_sync and not self._syncing:
@@ -455,7 +272,7 @@ class Io:
         refused = engine.take_back(until, puts)
         for call in late:
             if refused is not None and call.puts is not None:
-                call.error = _copy_of(refused)
+                call.error = copy_of(refused)
         others = [call for call in calls if call not in late]
         with self._lock:
             self._to_sync = others + self._to_sync
@@ -482,12 +299,12 @@ class Io:
 
     # -- a turn ------------------------------------------------------------------------------------
 
-    def _run_turn(self, turn: _Turn) -> None:
+    def _run_turn(self, turn: Turn) -> None:
         now_s = time.monotonic()
         if self._takes or self._parked:
             self._tick(turn, now_s)
         else:
-            self._next_tick_s = now_s + DEATH_CHECK_S
+            self._next_tick_s = now_s + _TICK_S
         look_settled, self._look_settled = self._look_settled, False
         look_ready, self._look_ready = self._look_ready, False
         if look_settled:
@@ -509,7 +326,7 @@ class Io:
             del self._takes[key]
         self._answer(turn.answers)
 
-    def _take_in(self, turn: _Turn) -> None:
+    def _take_in(self, turn: Turn) -> None:
         """Make jobs of what has come in; neighbouring plain puts become one."""
         inbox = self._inbox
         merged: list[Call] = []
@@ -544,7 +361,7 @@ class Io:
                 key = (id(call.source), call.visibility_s)
                 takes = self._takes.get(key)
                 if takes is None:
-                    takes = self._takes[key] = _Takes(call.source, call.visibility_s)
+                    takes = self._takes[key] = Takes(call.source, call.visibility_s)
                 takes.calls.append(call)
                 if takes not in turn.takes:
                     turn.takes.append(takes)
@@ -555,7 +372,7 @@ class Io:
             if n_bytes > MAX_BYTES:
                 return
 
-    def _attempt_later(self, turn: _Turn, call: Op) -> None:
+    def _attempt_later(self, turn: Turn, call: Op) -> None:
         waits = call.until_s != 0.0
         if waits and call.room is not None:
             for other in self._parked:
@@ -576,7 +393,7 @@ class Io:
             blocked.add(id(call.room))
             return PENDING
 
-    def _look(self, session: Session, takes: _Takes, wanted: int) -> Taken:
+    def _look(self, session: Session, takes: Takes, wanted: int) -> Taken:
         """Take until nothing is found, so that whoever is left waits with a waiter registered."""
         found = Taken()
         while len(found.leases) < wanted:
@@ -619,10 +436,10 @@ class Io:
 
     # -- after the turn ----------------------------------------------------------------------------
 
-    def _after(self, turn: _Turn, tail: int) -> None:
+    def _after(self, turn: Turn, tail: int) -> None:
         to_sync: list[Call] = []
         for job, owner in zip(turn.jobs, turn.owners, strict=True):
-            if isinstance(owner, _Takes):
+            if isinstance(owner, Takes):
                 self._after_take(turn, job, owner, tail)
             else:
                 self._after_op(turn, job, owner, to_sync)
@@ -634,7 +451,7 @@ class Io:
                 self._to_sync.extend(to_sync)
                 self._sync_until = max(self._sync_until, tail)
 
-    def _after_op(self, turn: _Turn, job: Job, calls: list[Call], to_sync: list[Call]) -> None:
+    def _after_op(self, turn: Turn, job: Job, calls: list[Call], to_sync: list[Call]) -> None:
         error = job.error
         if error is not None and len(calls) > 1:
             # One of them may be the reason: each is told its own.
@@ -682,11 +499,11 @@ class Io:
             call.puts = job.puts
         (to_sync if job.must_sync and error is None else turn.answers).extend(calls)
 
-    def _after_take(self, turn: _Turn, job: Job, takes: _Takes, tail: int) -> None:
+    def _after_take(self, turn: Turn, job: Job, takes: Takes, tail: int) -> None:
         calls = takes.calls
         if job.error is not None:
             for call in calls:
-                call.error = _copy_of(job.error)
+                call.error = copy_of(job.error)
                 call.over = True
             turn.answers.extend(calls)
             calls.clear()
@@ -701,7 +518,7 @@ class Io:
             except Exception as error:  # noqa: BLE001  told to whoever would have got them
                 self.undo(taken.leases)
                 for call in calls:
-                    call.error = _copy_of(error)
+                    call.error = copy_of(error)
                     call.over = True
                 turn.answers.extend(calls)
                 calls.clear()
@@ -728,12 +545,12 @@ class Io:
                     self._sync_until = max(self._sync_until, tail)
             else:
                 call.over = True
-                call.error = call.empty() if ended is None else _copy_of(ended)
+                call.error = call.empty() if ended is None else copy_of(ended)
                 turn.answers.append(call)
         for call in calls:
             self._watch(call)
 
-    def _hand_out(self, turn: _Turn, calls: deque[TakeCall], made: list[tuple[Lease, Any]]) -> None:
+    def _hand_out(self, turn: Turn, calls: deque[TakeCall], made: list[tuple[Lease, Any]]) -> None:
         at = 0
         while calls and at < len(made):
             call = calls[0]
@@ -754,7 +571,7 @@ class Io:
         if call.cancelled:
             self._give_back(call)
 
-    def _hand_over(self, turn: _Turn, call: TakeCall) -> None:
+    def _hand_over(self, turn: Turn, call: TakeCall) -> None:
         if call.cancelled:
             self._give_back(call)
         else:
@@ -773,13 +590,13 @@ class Io:
             self._count += 1
             heapq.heappush(self._late, (call.until_s, self._count, call))
 
-    def _retry_parked(self, turn: _Turn) -> None:
+    def _retry_parked(self, turn: Turn) -> None:
         parked, self._parked = self._parked, []
         for call in parked:
             if not (call.cancelled or call.over):
                 turn.add(Job(self._attempt, call, turn.blocked), [call])
 
-    def _tick(self, turn: _Turn, now_s: float) -> None:
+    def _tick(self, turn: Turn, now_s: float) -> None:
         """What has to be noticed without being told: time, deaths, closed queues, failures."""
         while self._late and self._late[0][0] <= now_s:
             call = heapq.heappop(self._late)[2]
@@ -795,7 +612,7 @@ class Io:
             turn.answers.append(call)
         if now_s < self._next_tick_s:
             return
-        self._next_tick_s = now_s + DEATH_CHECK_S
+        self._next_tick_s = now_s + _TICK_S
         engine = self._engine
         for call in self._parked:
             if call.queue is not None and call.queue._closed and not call.over:
@@ -875,21 +692,6 @@ class Io:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
-
-
-def closed_error(path: str) -> ClosedError:
-    """What those who waited are told at a close."""
-    return ClosedError(
-        f"{path} or this queue of it was closed while this call waited; nothing was changed"
-    )
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """Each task gets an exception of its own: raising writes into it."""
-    try:
-        return copy.copy(error)
-    except Exception:  # noqa: BLE001  any class may be there
-        return error
 
 
 def _set_results(calls: list[Call]) -> None:

@@ -25,7 +25,8 @@ from ._async_queue import AsyncQueue
 from ._delivery import Encoded, Lease, NoRoom, Taken
 from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
 from ._engine import BATCH, OS, SYNC, Engine, Job, Session
-from ._io import PENDING, Call, Op, PutCall, TakeCall, closed_error, io_of
+from ._io import io_of
+from ._io_calls import PENDING, Call, Op, PutCall, TakeCall, closed_error
 from ._wake import Waiter
 from .errors import ClosedError, Empty, Full, ShutDown
 

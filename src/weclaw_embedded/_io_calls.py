@@ -1,0 +1,232 @@
+"""What tasks ask of the I/O threads: calls, and the turns they are put into.
+
+Role: plain things without a will of their own. `_io` makes turns of calls, runs them and answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from . import _delivery
+from ._delivery import Encoded, Lease, Taken
+from ._engine import Engine, Job, Session
+from ._wake import Waiter
+from .errors import ClosedError
+
+if TYPE_CHECKING:
+    from .queue import Queue
+
+
+class Pending:
+    """The type of PENDING: what an operation returns that has to be tried again."""
+
+
+PENDING: Final = Pending()
+
+
+class Source(Protocol):
+    """Where takes come from: what an `AsyncQueue` or a drop-in is to this module."""
+
+    def ended(self) -> BaseException | None:
+        """What whoever still waits is told when nothing more will come; None: it may come."""
+        ...
+
+    def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
+        """Lease up to `n`; with none, register the waiter. Under the write lock."""
+        ...
+
+    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
+        """What a caller gets for each lease; fewer when some turn out to be damaged."""
+        ...
+
+    def tell_dead(self, offsets: list[int]) -> None:
+        """These became dead letters while looking."""
+        ...
+
+
+class Call:
+    """Something one task waits for. Most of what it may have is the same for most: the defaults
+    stand in the class, because making calls is half of what a put costs the loop.
+    """
+
+    result: Any = None
+    error: BaseException | None = None
+    leases: list[Lease] | None = None
+    # Called with the result of what was done, when the task was cancelled meanwhile.
+    unwanted: Callable[[Any], None] | None = None
+    cancelled = False
+    over = False  # answered, or given up in the I/O thread
+    alone = False  # not to be made one with its neighbours
+    watched = False  # its end is noted
+    # What a put has put, to be taken back if a replica does not confirm it in time.
+    puts: list[int] | None = None
+    since_s = 0.0  # when it began to wait for the replica
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, until_s: float | None) -> None:
+        self.loop = loop
+        self.future: asyncio.Future[Any] | None = None if loop is None else loop.create_future()
+        self.until_s = until_s  # None: for ever; 0.0: no waiting
+
+    def claim(self) -> bool:
+        """True for the first who asks: he gives back what was leased."""
+        mine = object()
+        return self.__dict__.setdefault("_claimed_by", mine) is mine
+
+
+class Op(Call):
+    """An operation under the write lock: `operation(session, waiter, *args)`.
+
+    It returns PENDING (or raises NoRoom) with the waiter registered when it has to be tried again.
+    `late` is the exception for one whose time is over; `finish` makes the answer from the result,
+    outside the lock. Those of one `room` are let in in the order they came. The end of `queue`
+    ends the wait.
+    """
+
+    args: tuple[Any, ...] = ()
+    late: Callable[[], BaseException] | None = None
+    finish: Callable[[Any], Any] | None = None
+    room: object = None
+    queue: Queue | None = None
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        operation: Callable[..., Any],
+        *args: Any,
+        until_s: float | None = 0.0,
+        late: Callable[[], BaseException] | None = None,
+        finish: Callable[[Any], Any] | None = None,
+        room: object = None,
+        queue: Queue | None = None,
+    ) -> None:
+        super().__init__(loop, until_s)
+        self._operation = operation
+        self.args = args
+        self.late = late
+        self.finish = finish
+        self.room = room
+        self.queue = queue
+
+    def attempt(self, session: Session, waiter: Waiter | None) -> Any:
+        """Run it. Under the write lock."""
+        return self._operation(session, waiter, *self.args)
+
+
+class PutCall(Op):
+    """A put: several that have no condition of their own become one frame."""
+
+    queue: Queue
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: Queue,
+        messages: list[Encoded],
+        until_s: float | None,
+        maxsize: int,
+    ) -> None:
+        self.loop = loop
+        self.future = loop.create_future()
+        self.until_s = until_s
+        self.queue = self.room = queue
+        self.messages = messages
+        self.maxsize = maxsize
+
+    def is_plain(self) -> bool:
+        """Whether it may become one with others."""
+        if self.maxsize > 0 or self.alone:
+            return False
+        messages = self.messages
+        if len(messages) == 1:
+            return messages[0].id is None
+        return all(message.id is None for message in messages)
+
+    def attempt(self, session: Session, waiter: Waiter | None) -> list[str]:
+        """Put, or raise NoRoom with the waiter registered. Under the write lock."""
+        queue = self.queue
+        return _delivery.put(
+            session, queue._address, self.messages, queue._policy, self.maxsize, waiter
+        )
+
+
+class TakeCall(Call):
+    """A take of up to `n` messages, at least one."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        source: Source,
+        n: int,
+        visibility_s: float | None,
+        until_s: float | None,
+        empty: Callable[[], BaseException],
+    ) -> None:
+        super().__init__(loop, until_s)
+        self.source = source
+        self.n = n
+        self.visibility_s = visibility_s
+        self.empty = empty
+
+
+class SyncCall(Call):
+    """A wait for the disk: everything below `until`."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None, until: int, again: Call | None = None
+    ) -> None:
+        super().__init__(loop, None)
+        self.until = until
+        self.again = again  # to be tried again once that is synced
+
+
+class Takes:
+    """Takes that wait for the same: of one source, with leases of one length."""
+
+    __slots__ = ("calls", "look_at_s", "source", "visibility_s")
+
+    def __init__(self, source: Source, visibility_s: float | None) -> None:
+        self.source = source
+        self.visibility_s = visibility_s
+        self.calls: deque[TakeCall] = deque()
+        self.look_at_s: float | None = None
+
+    def drop_finished(self) -> None:
+        if any(call.cancelled or call.over for call in self.calls):
+            self.calls = deque(c for c in self.calls if not (c.cancelled or c.over))
+
+
+class Turn:
+    """What one turn runs, and who is answered after it."""
+
+    __slots__ = ("answers", "blocked", "jobs", "owners", "puts", "takes")
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.owners: list[list[Call] | Takes] = []
+        self.takes: list[Takes] = []
+        self.blocked: set[int] = set()  # ids of rooms that are full in this turn
+        self.puts: dict[Queue, int] = {}
+        self.answers: list[Call] = []
+
+    def add(self, job: Job, owner: list[Call] | Takes) -> None:
+        self.jobs.append(job)
+        self.owners.append(owner)
+
+
+def closed_error(path: str) -> ClosedError:
+    """What those who waited are told at a close."""
+    return ClosedError(
+        f"{path} or this queue of it was closed while this call waited; nothing was changed"
+    )
+
+
+def copy_of(error: BaseException) -> BaseException:
+    """Each task gets an exception of its own: raising writes into it."""
+    try:
+        return copy.copy(error)
+    except Exception:  # noqa: BLE001  any class may be there
+        return error
