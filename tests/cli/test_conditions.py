@@ -16,6 +16,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 from tests.helpers.cli import kill_letters, start, until
+from tests.helpers.faults import read_only
 
 import weclaw_embedded as weclaw
 
@@ -108,6 +109,23 @@ def test_looking_at_what_may_not_be_written(
     before = file.read_bytes()
     assert ctl(*command(words, file, letter=letter))[0] == 0
     assert file.read_bytes() == before
+
+
+def test_on_a_read_only_mount(file: Path, letter: str, ctl: Any, tmp_path: Path) -> None:
+    """Looking works without being told; changing says in one line that it can't."""
+    with read_only(file.parent, tmp_path / "mounted") as mounted:
+        there = mounted / file.name
+        for words in LOOKING:
+            if OUT not in words:
+                assert ctl(*command(words, there, letter=letter))[0] == 0, words
+        for words in CHANGING:
+            status, _, err = ctl(*command(words, there))
+            if "--dry-run" in words:
+                assert status == 0
+                continue
+            assert status == 1, words
+            assert len(err.splitlines()) == 1, err
+            assert err.startswith("weclawctl: ")
 
 
 @pytest.mark.parametrize("words", LOOKING + CHANGING[1:], ids=name_of)

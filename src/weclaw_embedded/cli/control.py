@@ -126,24 +126,41 @@ def _moment(text: str) -> datetime:
 
 @click.command()
 @common.file_argument
+@click.option(
+    "--drop-group",
+    is_flag=True,
+    help="Forget the group too, with its dead letters: it keeps nothing any more.",
+)
 @common.yes_option
 @common.topic_option
 @common.group_option
 @common.json_option
-def purge(file: str, yes: bool, topic: str, group: str, as_json: bool) -> None:
-    """Take everything ready and delayed in FILE away from this group, for good."""
+def purge(file: str, drop_group: bool, yes: bool, topic: str, group: str, as_json: bool) -> None:
+    """Take everything ready and delayed in FILE away from this group, for good.
+
+    Other groups are not concerned. What is in hand and what is dead stays.
+    """
+    where = f"topic {topic!r}, group {group!r}"
     with common.opened(file) as store:
         queue = common.queue_of(store, topic, group)
-        number = queue.qsize()
-        where = f"topic {topic!r}, group {group!r}"
-        if number:
+        stats = queue.stats()
+        number = stats.ready + stats.delayed
+        if drop_group:
+            number += stats.leased + stats.dead
+            common.ask(
+                common.plain(f"Forget {where} and {common.count(number, 'message')} for good?"),
+                yes=yes,
+            )
+            if not store.drop_group(group, topic=topic):
+                common.fail(common.plain(f"there is no {where}; nothing was done"))
+        elif number:
             question = f"Take {common.count(number, 'message')} of {where} away for good?"
             common.ask(common.plain(question), yes=yes)
-        purged = queue.purge()
+            number = queue.purge()
     if as_json:
-        common.print_json({"purged": purged})
+        common.print_json({"purged": number})
     else:
-        click.echo(f"{common.count(purged, 'message')} purged")
+        click.echo(f"{common.count(number, 'message')} purged")
 
 
 COMMANDS = [pause, resume, cancel, replay, purge]

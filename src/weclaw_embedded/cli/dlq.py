@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -81,6 +82,7 @@ def dlq() -> None:
 @dlq.command("list")
 @common.file_argument
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("--by-reason", is_flag=True, help="Only how many there are of each reason.")
 @_filters
 @common.topic_option
 @common.group_option
@@ -89,6 +91,7 @@ def dlq() -> None:
 def list_(
     file: str,
     limit: int,
+    by_reason: bool,
     reason: str | None,
     older_than: float | None,
     newer_than: float | None,
@@ -101,7 +104,8 @@ def list_(
     choice = _Choice((), reason, older_than, newer_than)
     with common.looking(file, readonly=readonly) as store:
         dead = common.queue_of(store, topic, group).dlq
-        letters = list(itertools.islice(choice.of(dead), limit + 1))
+        reasons = collections.Counter(one.reason for one in choice.of(dead)) if by_reason else {}
+        letters = list(itertools.islice(choice.of(dead), 0 if by_reason else limit + 1))
         total = len(dead)
         elsewhere = [
             (one, number)
@@ -112,9 +116,22 @@ def list_(
     more = len(letters) > limit
     del letters[limit:]
     if as_json:
-        common.print_json([letter.to_dict() for letter in letters])
+        found = sorted(reasons.items(), key=lambda pair: -pair[1])
+        common.print_json(
+            [{"reason": text, "letters": number} for text, number in found]
+            if by_reason
+            else [letter.to_dict() for letter in letters]
+        )
         return
-    if letters:
+    if reasons:
+        common.print_table(
+            [("letters", "right"), "reason"],
+            [
+                (number, common.excerpt(text, 200))
+                for text, number in sorted(reasons.items(), key=lambda pair: -pair[1])[:limit]
+            ],
+        )
+    elif letters:
         common.print_table(
             ["id", "died (UTC)", ("retries", "right"), "reason"],
             [

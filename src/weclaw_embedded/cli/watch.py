@@ -151,7 +151,13 @@ class _Memory:
             self._rewrite()
 
     def _open(self, path: str) -> TextIO:
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed by close()
+        try:
+            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed by close()
+        except OSError as error:
+            raise common.Failure(
+                f"{common.plain(path)} can't be written ({error.strerror}), so nothing could be "
+                "remembered; nothing was called; name another place with --state"
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:

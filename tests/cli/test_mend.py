@@ -1,0 +1,222 @@
+"""weclawctl replay, backup, repair, verify --against, and the second copy of a file."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from tests.helpers.cli import Terminal, kill_letters
+
+import weclaw_embedded as weclaw
+
+
+@pytest.fixture
+def done(file: Path) -> list[str]:
+    """Ten settled messages, half of them with a result."""
+    with weclaw.Queue(file) as q:
+        ids = q.put_many([{"n": n} for n in range(10)])
+        for n in range(10):
+            q.get(timeout=5).ack(result=n if n % 2 else None)
+    return ids
+
+
+def damage(file: Path, what: bytes) -> None:
+    data = bytearray(file.read_bytes())
+    data[data.index(what) + len(what) // 2] ^= 0xFF
+    file.write_bytes(data)
+
+
+# results
+
+
+def test_results_without_ids_are_all_that_are_kept(
+    file: Path, done: list[str], js: Any, ctl: Any
+) -> None:
+    """In the order of their puts; what was acked without a result has none to show."""
+    found = js("results", file)
+    given = [one for one in found if one["result"] is not None]
+    assert [(one["id"], one["result"]) for one in given] == [(done[n], n) for n in range(1, 10, 2)]
+    assert all(one["status"] == "done" for one in found)
+    status, out, err = ctl("results", file, "-n", 2)
+    assert status == 0
+    assert "the first 2" in err
+    assert len([line for line in out.splitlines() if "done" in line]) == 2
+
+
+def test_a_thousand_results_are_listed_unless_told(file: Path, js: Any) -> None:
+    with weclaw.Queue(file) as q:
+        ids = q.put_many(list(range(1000)))
+        with q.transaction() as tx:
+            for msg in q.get_many(1000):
+                tx.ack(msg, result=str(msg.body))
+    assert [one["id"] for one in js("results", file)] == ids
+
+
+# replay
+
+
+def test_replay_from_the_earliest(file: Path, done: list[str], js: Any, ctl: Any) -> None:
+    assert js("replay", file, "--offset", "earliest") == {"replayed": 10}
+    assert js("stats", file)["ready"] == 10
+    assert [one["id"] for one in js("peek", file)] == done
+    assert js("results", file) == []
+
+
+def test_replay_by_offset_id_and_time(file: Path, done: list[str], js: Any, ctl: Any) -> None:
+    (dead,) = kill_letters(file, "dead")
+    with weclaw.Queue(file) as q:
+        offsets = [one.offset for one in _replayed(q, done)]
+        for _ in done:
+            q.get(timeout=5).ack()
+    assert js("replay", file, "--offset", offsets[4]) == {"replayed": 6}
+    assert js("replay", file, "--id", done[0], "--id", done[1]) == {"replayed": 2}
+    assert js("replay", file, "--since", "1h") == {"replayed": 2}
+    assert js("replay", file, "--since", "1h") == {"replayed": 0}
+    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    assert js("replay", file, "--since", later.isoformat()[:16]) == {"replayed": 0}
+    status, _, err = ctl("replay", file, "--id", dead)
+    assert status == 1
+    assert "not settled" in err
+
+
+def _replayed(q: weclaw.Queue, ids: list[str]) -> list[weclaw.Message]:
+    q.replay(ids=ids)
+    return q.peek(len(ids))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--offset", "x"), ("--since", "long ago"), ("--offset", "1", "--since", "1h")],
+    ids=" ".join,
+)
+def test_replay_of_nothing_is_wrong_usage(
+    words: tuple[str, ...], file: Path, done: list[str], ctl: Any
+) -> None:
+    assert ctl("replay", file, *words)[0] == 2
+
+
+def test_replay_before_what_is_kept_names_the_first_offset(file: Path, ctl: Any) -> None:
+    with weclaw.Queue(file, retention=0, segment_bytes=65536) as q:
+        for _ in range(20):
+            q.put(b"x" * 30_000)
+            q.get(timeout=5).ack()
+        q.put("kept")
+    status, _, err = ctl("replay", file, "--offset", 0)
+    assert status == 1
+    assert "Traceback" not in err
+    assert any(word.strip(".,;()").isdigit() for word in err.split())
+
+
+# backup, verify, repair
+
+
+def test_a_backup_is_a_queue_of_its_own(file: Path, done: list[str], js: Any, ctl: Any) -> None:
+    with weclaw.Queue(file) as q:
+        waiting = q.put("waits")
+        held = q.put("held", priority=9)
+        q.get(timeout=5)
+        out = file.parent / "the backup.wq"
+        assert js("backup", file, out)["path"] == str(out)
+    assert {one["id"] for one in js("peek", out)} == {waiting, held}
+    assert [one["result"] for one in js("results", out, done[3])] == [3]
+    assert ctl("verify", out)[0] == 0
+    status, _, err = ctl("backup", file, out)
+    assert status == 1
+    assert "exists already" in err
+    assert ctl("backup", file, file.parent / "none" / "x.wq")[0] == 1
+
+
+def test_repair_makes_verify_quiet(file: Path, js: Any, ctl: Any) -> None:
+    with weclaw.Queue(file) as q:
+        for text in ("a", "b", "c"):
+            q.put(text * 300)
+    damage(file, b"b" * 300)
+    (fault,) = js("verify", file, status=1)
+    found = js("repair", file)
+    assert [one["offset"] for one in found] == [fault["offset"]]
+    assert js("verify", file) == []
+    assert js("repair", file) == []
+    assert "nothing to repair" in ctl("repair", file)[1]
+    assert [one["body"][0] for one in js("peek", file)] == ["a", "c"]
+
+
+def test_repair_asks_on_a_terminal(file: Path, js: Any) -> None:
+    with weclaw.Queue(file) as q:
+        for text in ("a", "b", "c"):
+            q.put(text * 300)
+    damage(file, b"b" * 300)
+    with Terminal("repair", file) as screen:
+        screen.wait_for(r"Overwrite 1 place that can't be read, for good\? \[y/N\]")
+        screen.type("n\n")
+        assert screen.end() == 1
+    assert js("verify", file, status=1)
+    with Terminal("repair", file, "--yes") as screen:
+        assert screen.end() == 0
+    assert js("verify", file) == []
+
+
+def test_a_copy_is_held_against_the_file(
+    file: Path, done: list[str], js: Any, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, behind, damaged, of another queue."""
+    from weclaw_embedded.cli import mend
+
+    monkeypatch.setattr(mend, "_PATIENCE_S", 0.0)
+    copy = file.parent / "copy.wq"
+    with weclaw.Queue(file) as q:
+        q.put("the last " * 50)
+    shutil.copy(file, copy)
+    found = js("verify", file, "--against", copy)
+    assert found["frames"] > 10
+    assert (found["behind"], found["differences"]) == (0, [])
+    assert "the same" in ctl("verify", file, "--against", copy)[1]
+
+    damage(copy, b"the last " * 50)
+    (fault,) = js("verify", file, "--against", copy, status=1)["differences"]
+    assert "the copy" in fault["reason"]
+    assert "never promote" in ctl("verify", file, "--against", copy)[1]
+
+    shutil.copy(file, copy)
+    with weclaw.Queue(file) as q:
+        q.put("more")
+    found = js("verify", file, "--against", copy, status=1)
+    assert found["behind"] > 0
+    assert found["differences"] == []
+    assert "lacks the last" in ctl("verify", file, "--against", copy)[1]
+
+    with weclaw.Queue(copy) as q:  # both went on: they have parted
+        q.put("something else")
+    assert js("verify", file, "--against", copy, status=1)["differences"]
+
+    other = file.parent / "other.wq"
+    with weclaw.Queue(other) as q:
+        q.put(1)
+    (fault,) = js("verify", file, "--against", other, status=1)["differences"]
+    assert "another queue" in fault["reason"]
+    assert ctl("verify", file, "--against", file.parent / "none.wq")[0] == 1
+
+
+# purge
+
+
+def test_a_group_is_left_behind(file: Path, js: Any, ctl: Any) -> None:
+    """--drop-group asks too, and forgets one group only."""
+    with weclaw.open(file) as store:
+        store.queue("mails", group="old", start="earliest")
+        store.queue("mails", group="new", start="earliest")
+        store.queue("mails").put_many([1, 2])
+    words = ("purge", file, "--topic", "mails", "--group", "old", "--drop-group")
+    assert ctl(*words)[0] == 1
+    assert js(*words, "--yes") == {"purged": 2}
+    with weclaw.open(file) as store:
+        assert [(one.group, one.ready) for one in store.groups()] == [("new", 2)]
+    status, _, err = ctl(*words, "--yes")
+    assert status == 1
+    assert "there is no topic" in err
