@@ -14,7 +14,8 @@ from tests.drop_in.substitute import Namespace, cases, load, without_path
 
 from weclaw_embedded import aio
 
-TICK_S = 0.03
+TICK_S = 0.1
+SLOWER = 20  # by this the hundredths of a second of the tests are made longer
 
 PRIVATE = "looks at private attributes of asyncio.Queue"
 
@@ -38,7 +39,11 @@ _real_sleep = asyncio.sleep
 
 
 async def _sleep(delay: float, result: Any = None) -> Any:
-    return await _real_sleep(delay or TICK_S, result)
+    return await _real_sleep(delay * SLOWER / 2 or TICK_S, result)
+
+
+async def _wait_for(awaitable: Any, timeout: float) -> Any:
+    return await asyncio.wait_for(awaitable, timeout * SLOWER)
 
 
 class _PatientLoop:
@@ -51,7 +56,7 @@ class _PatientLoop:
         return getattr(self._loop, name)
 
     def call_later(self, delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
-        return self._loop.call_later(delay * 20, callback, *args)
+        return self._loop.call_later(delay * SLOWER, callback, *args)
 
 
 def _set_event_loop(loop: Any) -> None:
@@ -69,6 +74,7 @@ _asyncio = Namespace(
         "QueueShutDown": aio.QueueShutDown,
         "set_event_loop": _set_event_loop,
         "sleep": _sleep,
+        "wait_for": _wait_for,
         "get_running_loop": lambda: _PatientLoop(asyncio.get_running_loop()),
     },
 )
