@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import shutil
@@ -46,6 +47,8 @@ from common import (
     surroundings,
     take_turns,
 )
+from crew import through_processes
+from peers import ByHand, Ours
 
 import weclaw_embedded as weclaw
 
@@ -152,17 +155,17 @@ def _row_of_put_many(run: Run, count: int, target: Target | None) -> Row:
 
 
 def bench_get_ack(run: Run) -> Iterator[Row]:
-    stock = int(12_000 * run.slice_s) + 100  # more than a turn can take
+    stock = run.syncs_in(1.5 * run.slice_s) + 100  # more than a turn can take
 
     with Trio(run) as trio:
 
         def yardstick() -> float:
             trio.yardstick.put_many(make_messages(stock))
-            return rate_of(lambda: _yardstick_get_and_ack(trio.yardstick), run.slice_s)
+            return rate_of(lambda: _yardstick_get_and_ack(trio.yardstick), run.slice_s, stock)
 
         def ours() -> float:
             _fill(trio.queue, stock)
-            return rate_of(lambda: _get_and_ack(trio.queue), run.slice_s)
+            return rate_of(lambda: _get_and_ack(trio.queue), run.slice_s, stock)
 
         contenders = {
             "floor": lambda: trio.floor_rate(run.slice_s / 2),
@@ -176,79 +179,16 @@ def bench_get_ack(run: Run) -> Iterator[Row]:
 # -- several at once -----------------------------------------------------------------------------
 
 
-def _produce(kind: str, path: str, count: int, start: Any, told: Connection) -> None:
-    put: Callable[[Any], Any]
-    close: Callable[[], None]
-    if kind == "ours":
-        queue = weclaw.Queue(path)
-        put, close = queue.put, queue.close
-    else:
-        yardstick = Yardstick(path)
-        put, close = yardstick.put, yardstick.close
-    start.wait()
-    for n in range(count):
-        put(make_message(n))
-    put("stop")
-    put("stop")
-    told.send((0, time.monotonic()))
-    close()
-
-
-def _consume(kind: str, path: str, count: int, start: Any, told: Connection) -> None:
-    done = 0
-    body: Any = None
-    if kind == "ours":
-        with _queue(path) as queue:
-            start.wait()
-            while body != "stop":
-                message = queue.get()
-                body = message.body
-                message.ack()
-                done += 1
-            told.send((done - 1, time.monotonic()))
-    else:
-        yardstick = Yardstick(path)
-        start.wait()
-        while body != "stop":
-            id, body = yardstick.get_waiting()
-            yardstick.ack(id)
-            done += 1
-        told.send((done - 1, time.monotonic()))
-        yardstick.close()
-
-
-def _through_processes(kind: str, path: str, count: int) -> float:
-    """Messages a second from the first put to the last ack."""
-    if kind == "ours":
-        weclaw.Queue(path).close()
-    else:
-        Yardstick(path).close()
-    start = _children.Barrier(4)
-    pipes = [_children.Pipe(duplex=False) for _ in range(3)]
-    children = [
-        _children.Process(target=work, args=(kind, path, count, start, pipe[1]))
-        for work, pipe in zip((_produce, _consume, _consume), pipes, strict=True)
-    ]
-    for child in children:
-        child.start()
-    start.wait()
-    began = time.monotonic()
-    told = [pipe[0].recv() for pipe in pipes]
-    for child in children:
-        child.join()
-    assert sum(done for done, _ in told) == count, f"{kind}: {told} of {count}"
-    return count / float(max(at for _, at in told) - began)
-
-
 def bench_processes(run: Run) -> Iterator[Row]:
-    count = 1000 if run.quick else 3000
+    count = max(50, min(3000, run.syncs_in(0.1 if run.quick else 0.3)))
     floor = Floor(run.path("floor"))
     contenders = {
         "floor": lambda: 1e6 / p50_us(floor.put, run.slice_s),
-        "yardstick": lambda: _through_processes("yardstick", run.path("yardstick.db"), count),
-        "ours": lambda: _through_processes("ours", run.path("ours.wq"), count),
+        "yardstick": lambda: through_processes(ByHand.name, run.path("yardstick"), count),
+        "ours": lambda: through_processes(Ours.name, run.path("ours"), count),
     }
-    samples = take_turns(run, 3 if run.quick else 7, contenders)
+    rounds = 3 if run.quick else 7
+    samples = take_turns(run, rounds, contenders, most=2 * rounds)
     floor.close()
     yield rate_row("1 producer + 2 consumer processes", samples, at_least(2.2, "yardstick"))
 
@@ -328,8 +268,9 @@ def bench_batch(run: Run) -> Iterator[Row]:
 
         def turn(fastest: float = fastest, step: Callable[[weclaw.Queue], int] = step) -> float:
             with _queue(run.path("batch.wq"), flush="batch") as queue:
-                _fill(queue, int(fastest * run.slice_s) + 1000)
-                return rate_of(lambda: step(queue), run.slice_s)
+                stock = int(fastest * run.slice_s) + 1000
+                _fill(queue, stock)
+                return rate_of(lambda: step(queue), run.slice_s, stock if fastest else math.inf)
 
         contenders = {
             "floor": lambda: 1e6 / p50_us(floor.put, run.slice_s / 3),

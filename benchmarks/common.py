@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -143,11 +145,13 @@ class Yardstick:
 # -- fair repeats --------------------------------------------------------------------------------
 
 
-def rate_of(step: Callable[[], int], seconds: float) -> float:
-    """Messages a second: `step` says how many it did, and is called until the time is over."""
+def rate_of(step: Callable[[], int], seconds: float, most: float = math.inf) -> float:
+    """Messages a second: `step` says how many it did, and is called until the time is over, or
+    the `most` messages that there are.
+    """
     done = 0
     start = now = time.perf_counter()
-    while now - start < seconds:
+    while now - start < seconds and done < most:
         done += step()
         now = time.perf_counter()
     return done / (now - start)
@@ -177,7 +181,7 @@ class Calm:
 
     def __init__(self, folder: str) -> None:
         self._floor = Floor(os.path.join(folder, "calm"))
-        self._best_us = min(p50_us(self._floor.put, 0.03) for _ in range(5))
+        self.best_us = min(p50_us(self._floor.put, 0.03) for _ in range(5))
         self.turns = self.disturbed = 0
 
     def watch(
@@ -187,11 +191,11 @@ class Calm:
         found = {name: contender() for name, contender in turn}
         waited = (_waited_s() - waited_s) / (time.perf_counter() - start)
         slowest_us = max(before_us, self._look_us())
-        return slowest_us / self._best_us * (1 + 2 * waited), found
+        return slowest_us / self.best_us * (1 + 2 * waited), found
 
     def _look_us(self) -> float:
         us = p50_us(self._floor.put, 0.01)
-        self._best_us = min(us, self._best_us)
+        self.best_us = min(us, self.best_us)
         return us
 
     def __str__(self) -> str:
@@ -205,14 +209,16 @@ def _waited_s() -> float:
     return 0.0
 
 
-def take_turns(run: Run, rounds: int, contenders: Mapping[str, Callable[[], float]]) -> Samples:
+def take_turns(
+    run: Run, rounds: int, contenders: Mapping[str, Callable[[], float]], most: int = 0
+) -> Samples:
     """Each contender once a turn, in an order that rotates. Of the turns the calm ones are kept,
-    and if there are not enough of them the calmest.
+    and if there are not enough of them among `most` (four times as many) the calmest.
     """
     names = list(contenders)
     turns: list[tuple[float, dict[str, float]]] = []
     calm = 0
-    while calm < rounds and len(turns) < 4 * rounds:
+    while calm < rounds and len(turns) < (most or 4 * rounds):
         shift = len(turns) % len(names)
         order = names[shift:] + names[:shift]
         disturbed, found = run.calm.watch([(name, contenders[name]) for name in order])
@@ -266,6 +272,7 @@ class Row:
     target: Target | None = None
     note: str = ""
     samples: Samples = field(default_factory=dict)
+    section: str = ""
 
     @property
     def reached(self) -> str:
@@ -337,8 +344,9 @@ def table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    head = _HEAD if any(row.note for row in rows) else _HEAD[:-1]
-    columns = [[head[i], *[line[i] for line in cells]] for i in range(len(head))]
+    # Columns that nothing stands in are left out.
+    kept = [i for i in range(len(_HEAD)) if any(line[i] for line in cells)]
+    columns = [[_HEAD[i], *[line[i] for line in cells]] for i in kept]
     widths = [max(len(text) for text in column) for column in columns]
     lines = []
     for n in range(len(cells) + 1):
@@ -462,6 +470,13 @@ class Run:
         self._made += 1
         return os.path.join(self.folder, f"{self._made:03d}-{name}")
 
+    def syncs_in(self, seconds: float) -> int:
+        """How many messages the bare disk takes in that time, one by one."""
+        return int(seconds / self.calm.best_us * 1e6)
+
+    def version(self, package: str) -> str:
+        return _version(package)
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description)
@@ -504,7 +519,10 @@ def report(
     print(f"\n{name}: " + "; ".join(f"{key} {value}" for key, value in where.items()))
     print(f"medians of {run.rounds} turns or more; {run.calm}")
     print("F: the floor, the bare disk; Y: the yardstick, sqlite3 by hand (see common.py)\n")
-    print(table(rows))
+    for section, inside in itertools.groupby(rows, key=lambda row: row.section):
+        if section:
+            print(f"\n**{section}**\n")
+        print(table(list(inside)))
     if not json_too:
         return
     RESULTS.mkdir(exist_ok=True)
