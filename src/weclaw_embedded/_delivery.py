@@ -59,9 +59,7 @@ class Encoded:
     delay_us: int = 0
     ttl_us: int | None = None
     headers: bytes | None = None
-
-    def size(self) -> int:
-        return len(self.body)
+    plain: bool = False  # nothing is said besides the body and the priority
 
 
 class Lease:
@@ -212,23 +210,24 @@ def _put(
         if maxsize > 0:
             _check_room(session, address, len(fresh), maxsize)
         first = len(records)
-        for message in fresh:
-            records.append(_put_record(session, tid, message))
+        skew_us = _skew_us(session)
+        records += [_put_record(session, tid, message, skew_us) for message in fresh]
         offsets = _append_puts(session, records, policy)[first:]
-        made = iter(
-            [
-                _id_of(session, offset)
-                for offset, message in zip(offsets, fresh, strict=True)
-                if message.id is None
-            ]
-        )
+        if not ids:
+            made = _ids_of(session, offsets)
+        else:
+            made = _ids_of(
+                session,
+                [o for o, message in zip(offsets, fresh, strict=True) if message.id is None],
+            )
     else:
-        made = iter(())
+        made = []
     session.must_sync |= policy >= session.sync_from
     session.ready |= mask_of(tid)
     if not ids:
-        return list(made)
-    return [known if known is not None else next(made) for known in ids]
+        return made
+    rest = iter(made)
+    return [known if known is not None else next(rest) for known in ids]
 
 
 def _without_known(
@@ -252,11 +251,16 @@ def _without_known(
     return fresh, ids
 
 
-def _put_record(session: Session, tid: int, message: Encoded) -> _records.Record:
+def _skew_us(session: Session) -> int:
+    """How far the wall clock is from queue time, when that is worth a note."""
+    skew_us = _clock.wall_us() - session.now_us
+    return 0 if -_SKEW_NOTED_US < skew_us < _SKEW_NOTED_US else skew_us
+
+
+def _put_record(session: Session, tid: int, message: Encoded, skew_us: int) -> _records.Record:
+    if message.plain and not skew_us:
+        return _records.pack_put(message.priority, message.codec, tid, b"", message.body)
     now_us = session.now_us
-    skew_us = _clock.wall_us() - now_us
-    if -_SKEW_NOTED_US < skew_us < _SKEW_NOTED_US:
-        skew_us = 0
     ttl_us = message.ttl_us
     meta = b""
     if (
@@ -325,13 +329,17 @@ def _check_bytes(session: Session, records: list[_records.Record], limit: int) -
     )
 
 
-def _id_of(session: Session, offset: int) -> str:
+def _ids_of(session: Session, offsets: Sequence[int]) -> list[str]:
     log = session.log
-    segment = offset >> log.bits
-    last = session.engine.last_digest
-    if last[0] != segment:
-        last = session.engine.last_digest = (segment, _digest(log.salt(offset)))
-    return f"{offset:014x}{last[1]}"
+    bits = log.bits
+    segment, digest = session.engine.last_digest
+    ids = []
+    for offset in offsets:
+        if offset >> bits != segment:
+            segment, digest = offset >> bits, _digest(log.salt(offset))
+        ids.append(f"{offset:014x}{digest}")
+    session.engine.last_digest = (segment, digest)
+    return ids
 
 
 def own_id(offset: int, salt: int) -> str:
@@ -353,7 +361,7 @@ def check_size(messages: Sequence[Encoded], limit: int) -> None:
     """Refuse what is too large before anything is written."""
     total = 0
     for message in messages:
-        size = message.size()
+        size = len(message.body)
         total += size
         if size > limit:
             raise MessageTooLargeError(
@@ -753,6 +761,7 @@ def transact(
     records: list[_records.Record] = [
         _records.pack_ack(lease.tid, lease.gid, lease.offset, result) for lease, result in acks
     ]
+    skew_us = _skew_us(session)
     topics: dict[str, int] = {}
     ids: list[str | None] = []
     places: list[int] = []
@@ -771,7 +780,7 @@ def transact(
         else:
             ids.append(None)
             places.append(len(records))
-        records.append(_put_record(session, tid, message))
+        records.append(_put_record(session, tid, message, skew_us))
         session.ready |= mask_of(tid)
     if records:
         offsets = (
@@ -780,7 +789,7 @@ def transact(
         session.must_sync |= policy >= SYNC
     for lease, _ in acks:
         let_go(session, lease)
-    made = iter([_id_of(session, offsets[place]) for place in places])
+    made = iter(_ids_of(session, [offsets[place] for place in places]))
     return [known if known is not None else next(made) for known in ids]
 
 

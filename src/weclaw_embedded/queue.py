@@ -325,12 +325,13 @@ class Queue:
 
         Waits until all of them have room. Raises as `put` does.
         """
+        codec = self._codec
         messages = [
             self._encode(
                 one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl, one.headers
             )
             if isinstance(one, Put)
-            else self._encode(one)
+            else _plain(codec, one)
             for one in bodies
         ]
         if not messages:
@@ -349,8 +350,7 @@ class Queue:
         ttl: float | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> Encoded:
-        codec, name, data = _codecs.encode(self._codec, body)
-        message = Encoded(codec, name, data)
+        message = _plain(self._codec, body)
         if id is not None:
             message.id = _text("id", id, MAX_ID_BYTES)
         if key is not None:
@@ -359,10 +359,15 @@ class Queue:
             message.priority = check_count("priority", priority, 0, 9)
         if delay != 0:
             message.delay_us = int(check_seconds("delay", delay) * 1e6)
+            message.plain = False
         if eta is not None:
             if message.delay_us:
                 raise ValueError("give either delay or eta; nothing was put")
             message.delay_us = _until(eta)
+        if message.plain and not (
+            id is None and key is None and eta is None and ttl is None and headers is None
+        ):
+            message.plain = False
         if ttl is not None:
             message.ttl_us = int(check_seconds("ttl", ttl, positive=True) * 1e6)
         if headers is not None:
@@ -809,6 +814,14 @@ class Queue:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._closed = True
             self._store._drop()
+
+
+def _plain(codec: _codecs.AnyCodec, body: Any) -> Encoded:
+    """A body and nothing besides."""
+    number, name, data = _codecs.encode(codec, body)
+    message = Encoded(number, name, data)
+    message.plain = name is None
+    return message
 
 
 def _ignore(offset: int, reason: str) -> None:
