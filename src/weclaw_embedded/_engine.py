@@ -480,6 +480,9 @@ class Engine:
         self, start: int, time_us: int, appended: Sequence[tuple[int, Record]]
     ) -> None:
         """Keep a little of what this process wrote and the index does not have yet."""
+        if len(appended) > _MOST_REMEMBERED:
+            self._written_to = -1
+            return
         if start != self._written_to or len(self._written) >= _MOST_REMEMBERED:
             self._written = []
             self._written_from = start
