@@ -290,7 +290,7 @@ def main() -> None:
             began = time.monotonic()
             rows += bench(run)
             print(f"{bench.__name__}: {time.monotonic() - began:.0f} s", flush=True)
-        report("aio", run, rows, where, json_too=not chosen.no_json)
+        report("aio", run, rows, where, chosen)
 
 
 if __name__ == "__main__":

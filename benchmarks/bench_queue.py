@@ -552,6 +552,7 @@ def main() -> None:
         "--bench", action="append", choices=list(BENCHES), help="only this; may be repeated"
     )
     chosen = options.parse_args()
+    chosen.no_json |= bool(chosen.bench and not chosen.json)  # a part is not the result
     with running(chosen) as run:
         where = surroundings(run.folder)
         rows: list[Row] = []
@@ -561,7 +562,7 @@ def main() -> None:
             began = time.monotonic()
             rows += bench(run)
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-        report("queue", run, rows, where, json_too=not (chosen.no_json or chosen.bench))
+        report("queue", run, rows, where, chosen)
 
 
 if __name__ == "__main__":

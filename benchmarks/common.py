@@ -175,28 +175,43 @@ def p50_us(call: Callable[[Body], Any], seconds: float) -> float:
 
 
 class Calm:
-    """Says how much a turn was disturbed by what else the machine does: 1 is not at all."""
+    """Says how much a turn was disturbed by what else the machine does: 1 is not at all.
+
+    Looks at the floor, and at a file that grows: others of the file system have to move for that,
+    which a busy machine keeps waiting when it doesn't the floor.
+    """
 
     LIMIT: Final = 1.8
 
     def __init__(self, folder: str) -> None:
-        self._floor = Floor(os.path.join(folder, "calm"))
-        self.best_us = min(p50_us(self._floor.put, 0.03) for _ in range(5))
+        floor = Floor(os.path.join(folder, "calm"))
+        self._growing = os.open(os.path.join(folder, "grows"), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._probes: list[Callable[[Body], None]] = [floor.put, self._grow]
+        self._best_us = [min(p50_us(put, 0.03) for _ in range(5)) for put in self._probes]
         self.turns = self.disturbed = 0
+
+    @property
+    def best_us(self) -> float:
+        """A calm floor, in microseconds."""
+        return self._best_us[0]
 
     def watch(
         self, turn: Sequence[tuple[str, Callable[[], float]]]
     ) -> tuple[float, dict[str, float]]:
-        before_us, waited_s, start = self._look_us(), _waited_s(), time.perf_counter()
+        before, waited_s, start = self._look(), _waited_s(), time.perf_counter()
         found = {name: contender() for name, contender in turn}
         waited = (_waited_s() - waited_s) / (time.perf_counter() - start)
-        slowest_us = max(before_us, self._look_us())
-        return slowest_us / self.best_us * (1 + 2 * waited), found
+        return max(before, self._look()) * (1 + 2 * waited), found
 
-    def _look_us(self) -> float:
-        us = p50_us(self._floor.put, 0.01)
-        self.best_us = min(us, self.best_us)
-        return us
+    def _grow(self, body: Body) -> None:
+        os.write(self._growing, msgpack.packb(body))
+        os.fdatasync(self._growing)
+
+    def _look(self) -> float:
+        """The slowest probe, as a multiple of its best."""
+        found_us = [p50_us(put, 0.01) for put in self._probes]
+        self._best_us = [min(pair) for pair in zip(self._best_us, found_us, strict=True)]
+        return max(us / best for us, best in zip(found_us, self._best_us, strict=True))
 
     def __str__(self) -> str:
         return f"{self.disturbed} of {self.turns} turns were disturbed and taken again"
@@ -410,7 +425,7 @@ def surroundings(path: str) -> dict[str, str]:
         "sqlite": sqlite3.sqlite_version,
         "lmdb": _version("lmdb"),
         "msgpack": _version("msgpack"),
-        "sync": slow_sync_of_this_run() or "as the disk has it",
+        "each sync": slow_sync_of_this_run() or "as the disk has it",
         "load": f"{os.getloadavg()[0]:.1f} at the start",
     }
 
@@ -423,7 +438,7 @@ _SLOW_ENV: Final = "WECLAW_BENCH_SLOW_SYNC_US"
 
 def slow_sync_of_this_run() -> str:
     microseconds = os.environ.get(_SLOW_ENV)
-    return f"every sync takes at least {int(microseconds) / 1000:g} ms" if microseconds else ""
+    return f"takes at least {int(microseconds) / 1000:g} ms" if microseconds else ""
 
 
 def _microseconds(text: str) -> int:
@@ -489,6 +504,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--dir", help="a folder on the disk to measure")
     options.add_argument("--slow-sync", type=_microseconds, metavar="5ms", help="a slower disk")
     options.add_argument("--no-json", action="store_true", help="print only")
+    options.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there instead")
     return options
 
 
@@ -513,7 +529,11 @@ def running(options: argparse.Namespace) -> Iterator[Run]:
 
 
 def report(
-    name: str, run: Run, rows: Sequence[Row], where: dict[str, str], *, json_too: bool
+    name: str,
+    run: Run,
+    rows: Sequence[Row],
+    where: dict[str, str],
+    chosen: argparse.Namespace,
 ) -> None:
     """Print the table and keep it with all its samples."""
     print(f"\n{name}: " + "; ".join(f"{key} {value}" for key, value in where.items()))
@@ -523,19 +543,23 @@ def report(
         if section:
             print(f"\n**{section}**\n")
         print(table(list(inside)))
-    if not json_too:
+    if chosen.no_json:
         return
-    RESULTS.mkdir(exist_ok=True)
-    slow = "-slow-sync" if slow_sync_of_this_run() else ""
     kept = {
         "name": name,
         "where": where,
-        "rounds": run.rounds,
+        "turns": str(run.calm),
         "rows": [asdict(row) | {"reached": row.reached} for row in rows],
     }
-    path = RESULTS / f"{name}{slow}{'-quick' if run.quick else ''}.json"
+    path: Path = chosen.json or result_path(name, quick=run.quick)
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nkept in {path.relative_to(HERE.parent)}")
+    print(f"\nkept in {os.path.relpath(path)}")
+
+
+def result_path(name: str, *, quick: bool) -> Path:
+    slow = "-slow-sync" if slow_sync_of_this_run() else ""
+    return RESULTS / f"{name}{slow}{'-quick' if quick else ''}.json"
 
 
 def rss_mb(pid: int | str = "self", peak: bool = False) -> float:

@@ -143,7 +143,7 @@ def main() -> None:
                 rows.append(row)
         floor.close()
         yardstick.close()
-        report("floor", run, rows, where, json_too=not chosen.no_json)
+        report("floor", run, rows, where, chosen)
 
 
 if __name__ == "__main__":

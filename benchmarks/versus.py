@@ -33,6 +33,7 @@ from common import (
     parser,
     rate_of,
     report,
+    result_path,
     running,
     surroundings,
     take_turns,
@@ -231,7 +232,12 @@ def main() -> None:
             rows += work(run, floor, peers)
             print(f"{rows[-1].section}: {time.monotonic() - began:.0f} s", flush=True)
         floor.close()
-        report("versus", run, rows, where, json_too=not chosen.no_json)
+        report("versus", run, rows, where, chosen)
+    if not chosen.no_json and util.find_spec("matplotlib"):
+        from plot import draw
+
+        path = chosen.json or result_path("versus", quick=chosen.quick)
+        draw(path, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
