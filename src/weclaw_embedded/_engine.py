@@ -210,8 +210,7 @@ class Session:
                 raise
             except OSError as error:
                 raise engine.fail(f"writing failed: {error}") from error
-        for step in self.after_write:
-            step()
+        is_indexed = True
         tx = self._tx
         if tx is None:
             if self._appended:
@@ -226,6 +225,11 @@ class Session:
             except IndexFullError as error:
                 # The log has it all. Whoever looks next applies it again.
                 logger.debug("index not written, the log is ahead of it: %s", error)
+                is_indexed = False
+        if is_indexed:
+            # Not before the index has what it was told: it must never be behind the log's head.
+            for step in self.after_write:
+                step()
 
     def abort(self) -> None:
         self.log.discard()
@@ -464,6 +468,9 @@ class Engine:
         applied = tx.applied
         tail = self.page.words[TAIL]
         if not applied or applied < self.log.head_offset:
+            if applied:
+                # An old one: what it never saw was given back meanwhile.
+                tx.clear()
             self.fold_all(tx)
         elif applied == self._written_from and tail == self._written_to:
             # All that is new is our own: no need to read it back.

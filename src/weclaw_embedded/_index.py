@@ -20,7 +20,7 @@ import contextlib
 import errno
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import lmdb
 
@@ -53,10 +53,23 @@ CHECK_EVERY: Final = 64  # commits between looks at the map and the reserve
 class Tx(Fold, Ask):
     """One transaction, to read and to write; begun by `Index.write`."""
 
+    main: Any = None  # LMDB's handle of the one database
+
     @property
     def sequence(self) -> int:
         """Changes with every commit that changed anything, by whichever process."""
         return self._sequence
+
+    def clear(self) -> None:
+        """Empty the index, to be folded anew: what it had is of no use any more."""
+        txn = self._txn
+        assert txn is not None and self.main is not None, "no transaction is open"
+        txn.drop(self.main, delete=False)
+        self._forget()
+        self._chunks.clear()
+        self._seen = None
+        self.applied = self.last_crc = self.last_frame = 0
+        self._touched = True
 
     def commit(self, applied: int, last_crc: int, last_frame: int = 0) -> None:
         """Make it so; `applied` is the next frame to apply, `last_frame` and `last_crc` are the
@@ -89,6 +102,7 @@ class Index:
         self._path = path
         self._reserve_fd = reserve_fd
         self._tx = Tx()
+        self._tx.main = env.open_db(None)
         self._map_bytes = env.info()["map_size"]
         self._page_bytes = env.stat()["psize"]
         self._begun = 0
