@@ -9,16 +9,17 @@ comes back. The items are those of `weclaw.Queue("tasks.wq")`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from . import _dropin, errors
+from . import _delivery, _dropin, errors
 from ._delivery import Lease, NoRoom, Taken, new_waiter
 from ._dropin import FIFO, LIFO, PRIORITY, Core
-from ._engine import BATCH, Session
+from ._engine import BATCH, Engine, Session
 from ._shared import READY, SETTLED
 from ._wake import Waiter
 from .errors import ClosedError
@@ -165,13 +166,10 @@ class Queue(_Generic[T]):
             if taken.dead:
                 core.tell_dead(taken.dead)
             if taken.leases:
-                made = core.made(engine, taken.leases)
-                if not made:
+                found: list[T] = self._made(engine, taken.leases)
+                if not found:
                     continue
-                lease, body = made[0][1]
-                core.got(core.asked(), lease, threading.current_thread())
-                found: T = body
-                return found
+                return found[0]
             if waiter is None or core.is_shutdown:
                 if waiter is not None:
                     engine.waker.discard(waiter)
@@ -182,6 +180,20 @@ class Queue(_Generic[T]):
                 engine.waker.discard(waiter)
                 raise self._nothing()
             self._sleep(waiter, core.queue._wake_at(engine, taken, until_s))
+
+    def _made(self, engine: Engine, leases: list[Lease]) -> list[T]:
+        """The item that was taken, now this thread's; none when it turns out to be damaged."""
+        core = self._core
+        try:
+            made = core.made(engine, leases)
+            for lease, _ in made:
+                core.got(core.asked(), lease, threading.current_thread())
+        except BaseException:
+            # Interrupted before anybody saw it: no delivery.
+            with contextlib.suppress(Exception):
+                engine.execute(_delivery.release, leases[0], True)
+            raise
+        return [body for _, (_, body) in made]
 
     def get_nowait(self) -> T:
         """`get` that raises `Empty` instead of waiting."""
