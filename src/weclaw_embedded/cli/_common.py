@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _options, _survey
+from weclaw_embedded import _options, _survey, replica
 from weclaw_embedded._jsonable import dumps, jsonable
 
 __all__ = [
@@ -169,6 +169,9 @@ def looking(file: str, *, readonly: bool) -> Iterator[weclaw.Store]:
 
 
 def _may_write(file: str) -> bool:
+    with contextlib.suppress(Exception):
+        if replica.node(file).role == "copy":
+            return False  # it belongs to its receiver
     real = os.path.realpath(file)
     scratch = f"{real}.d"
     beside = scratch if os.path.isdir(scratch) else os.path.dirname(real)

@@ -5,12 +5,11 @@ Thin on purpose: what they do is in `weclaw_embedded.replica`, which has no comm
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import Any
 
 import click
 
+from weclaw_embedded import replica as copies
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -26,8 +25,7 @@ def replica(file: str) -> int:
     """
     if sys.stdin.isatty():
         raise click.UsageError("standard input is a terminal, not the stream of a queue")
-    status = _module().receive(file, sys.stdin.buffer, sys.stdout.buffer)
-    return status if isinstance(status, int) else 0
+    return copies.receive(file, sys.stdin.buffer, sys.stdout.buffer)
 
 
 @click.command()
@@ -40,26 +38,16 @@ def promote(file: str, yes: bool, as_json: bool) -> None:
     Do it when the other one is lost or stopped: from now on it is refused as the older one.
     """
     common.must_exist(file)
-    module = _module()
     if not yes and sys.stdin.isatty():
         common.ask(
             f"Make {common.plain(file)} the one that counts, and refuse the file it copies?",
             yes=False,
         )
-    epoch = module.promote(file)
+    epoch = copies.promote(file)
     if as_json:
-        common.print_json({"path": file, "epoch": epoch if isinstance(epoch, int) else None})
+        common.print_json({"path": file, "epoch": epoch})
     else:
         click.echo(f"{common.plain(file)} is a queue of its own now; open it in place of the other")
-
-
-def _module() -> Any:
-    try:
-        return importlib.import_module("weclaw_embedded.replica")
-    except ModuleNotFoundError as error:
-        if error.name != "weclaw_embedded.replica":
-            raise
-        common.fail("this version has no replica yet; nothing was done; a backup is a copy too")
 
 
 COMMANDS = [replica, promote]

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _survey
+from weclaw_embedded import _survey, replica
 from weclaw_embedded._message import to_datetime
 from weclaw_embedded.cli import _common as common
 
@@ -104,9 +104,10 @@ def health(
     as_json: bool,
     readonly: bool,
 ) -> int:
-    """Check FILE, one line a check. Ends with 1 if any is bad.
+    """Check FILE and its replica, one line a check. Ends with 1 if any is bad.
 
-    A file that can't be opened, or has damage, is bad; so is what breaks a limit given here.
+    A file that can't be opened, or has damage, is bad; so is what breaks a limit given here, and a
+    file that a promoted copy has taken the place of.
     """
     checks: list[dict[str, Any]] = []
 
@@ -115,6 +116,7 @@ def health(
 
     try:
         with common.looking(file, readonly=readonly) as store:
+            other = store._run(lambda session: session.options().get("replica"))
             counts = [
                 (place, common.queue_of(store, place.topic, place.group).stats())
                 for place in common.places(store, topic, group)
@@ -126,6 +128,11 @@ def health(
     else:
         first = counts[0][1]
         check("opens", "yes", None, bad=False)
+        me = replica.node(file)
+        check("node", f"{me.role}, epoch {me.epoch}", None, bad=me.role == "fenced", node=file)
+        if isinstance(other, str):
+            role = _role_of(other)
+            check("node", role, None, bad=not role.startswith("copy"), node=other)
         check("damaged", first.damaged, 0, bad=first.damaged > 0)
         if first.replica_lag is not None or max_lag is not None:
             lag = first.replica_lag
@@ -153,6 +160,14 @@ def health(
     return 0 if ok else 1
 
 
+def _role_of(path: str) -> str:
+    try:
+        node = replica.node(path)
+    except (weclaw.WeclawError, OSError) as error:
+        return f"no copy there: {error}"
+    return f"{node.role}, epoch {node.epoch}"
+
+
 def _over(value: float | None, limit: float | None) -> bool:
     return limit is not None and value is not None and value > limit
 
@@ -163,6 +178,8 @@ def _line(found: dict[str, Any]) -> str:
         name, value = "oldest", common.age(value)
         limit = None if limit is None else common.age(limit)
     place = f" {found['topic']}/{found['group']}" if "topic" in found else ""
+    if "node" in found:
+        place = f" {found['node']}"
     bound = "" if limit is None else f" (limit {limit})"
     mark = "ok " if found["ok"] else "BAD"
     return common.plain(f"{mark} {name}{place}: {'-' if value is None else value}{bound}")

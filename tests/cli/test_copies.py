@@ -1,0 +1,90 @@
+"""weclawctl with a replica: level, behind, promoted over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from tests.helpers.cli import start, until
+
+import weclaw_embedded as weclaw
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    (tmp_path / "other disk").mkdir()
+    return tmp_path / "other disk" / "my tasks.wq"
+
+
+def test_a_copy_is_looked_at_while_it_is_written(file: Path, copy: Path, js: Any, ctl: Any) -> None:
+    """Nobody has to say --readonly; nothing may be changed; health has a line for each node."""
+    with weclaw.Queue(file, replica=str(copy)) as q:
+        ids = q.put_many([1, 2, 3])
+        assert [one["id"] for one in js("peek", copy)] == ids
+        assert js("stats", copy)["ready"] == 3
+        assert js("stats", file)["replica_lag"] == 0
+        found = js("health", file, "--max-lag", 0)
+        nodes = {one["node"]: one["value"] for one in found["checks"] if one["check"] == "node"}
+        assert nodes == {str(file): "primary, epoch 1", str(copy): "copy, epoch 1"}
+        for words in (("put", copy, "1"), ("promote", copy), ("purge", copy, "--yes")):
+            status, _, err = ctl(*words)
+            assert status == 1
+            assert len(err.splitlines()) == 1
+        assert js("verify", file, "--against", copy)["behind"] == 0
+        q.put(4)
+        assert js("verify", file, "--against", copy)["behind"] == 0
+
+
+def test_a_copy_is_promoted_and_the_other_is_refused(
+    file: Path, copy: Path, js: Any, ctl: Any
+) -> None:
+    with weclaw.Queue(file, replica=str(copy)) as q:
+        ids = q.put_many([1, 2, 3])
+    assert js("verify", file, "--against", copy)["behind"] == 0
+    assert js("promote", copy) == {"path": str(copy), "epoch": 2}
+    assert [one["id"] for one in js("peek", copy)] == ids
+    assert ctl("put", copy, "4")[0] == 0
+    status, _, err = ctl("put", file, "5")
+    assert status == 1
+    assert "promoted" in err
+    assert "Traceback" not in err
+    checks = js("health", file, status=1)["checks"]
+    assert "fenced, epoch 1" in [one["value"] for one in checks if one["check"] == "node"]
+    status, _, err = ctl("promote", copy)
+    assert status == 1
+    assert "no copy" in err
+
+
+def test_promote_of_what_is_no_copy(file: Path, ctl: Any) -> None:
+    assert ctl("promote", file)[0] == 1
+    with weclaw.Queue(file) as q:
+        q.put(1)
+    status, _, err = ctl("promote", file)
+    assert status == 1
+    assert len(err.splitlines()) == 1
+
+
+def test_a_receiver_ends_with_its_input(copy: Path) -> None:
+    """`weclawctl replica` is started by a queue; alone it makes nothing and ends."""
+    child = start("replica", copy, stdin=-3)
+    _, err = child.communicate(timeout=30)
+    assert "Traceback" not in err
+    assert not copy.exists()
+
+
+def test_a_command_as_replica(file: Path, copy: Path, js: Any) -> None:
+    """As ssh would be: the stream goes to a command's standard input."""
+    import sys
+
+    command = [sys.executable, "-m", "weclaw_embedded.cli", "replica", str(copy)]
+    with weclaw.Queue(file, replica=command) as q:
+        q.put_many([1, 2, 3])
+        until(lambda: q.stats().replica_lag == 0)
+        assert js("stats", copy)["ready"] == 3
+        checks = js("health", file)["checks"]
+        assert [one["node"] for one in checks if one["check"] == "node"] == [str(file)]
