@@ -5,6 +5,7 @@
 #   make test    the tests, two at a time, but for those that take minutes
 #   make long    these too
 #   make crash   crash rounds: kill, reopen, compare with what was promised (ROUNDS=200 SEED=7)
+#   make bench   speed beside the bare disk and other queues (BENCH_ARGS='--quick'); takes minutes
 #   make check   formatting, lint and types
 #   make clean   remove what these made
 #
@@ -23,7 +24,9 @@ ROUNDS    ?= 20
 KIND      ?= random
 SEED      ?=
 
-.PHONY: demo test long crash check format setup clean
+BENCH_ARGS ?=
+
+.PHONY: demo test long crash bench check format setup clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -37,6 +40,15 @@ long: $(STAMP)
 
 crash: $(STAMP)
 	@$(BIN)/python -m tests.crash --kind $(KIND) --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/floor.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/bench_queue.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/bench_aio.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/bench_aio.py --slow-sync 5ms $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/bench_replica.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/versus.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/versus.py --slow-sync 5ms $(BENCH_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -59,4 +71,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) benchmarks/peers-venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -40,6 +39,7 @@ from common import (
     p50_us,
     parser,
     rate_of,
+    rate_of_threads,
     rate_row,
     report,
     rss_mb,
@@ -193,33 +193,12 @@ def bench_processes(run: Run) -> Iterator[Row]:
     yield rate_row("1 producer + 2 consumer processes", samples, at_least(2.2, "yardstick"))
 
 
-def _rate_of_threads(put: Callable[[Any], Any], threads: int, seconds: float) -> float:
-    counts = [0] * threads
-    start = threading.Barrier(threads + 1)
-
-    def work(which: int) -> None:
-        start.wait()
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            put(make_message(counts[which]))
-            counts[which] += 1
-
-    workers = [threading.Thread(target=work, args=(which,)) for which in range(threads)]
-    for worker in workers:
-        worker.start()
-    start.wait()
-    began = time.perf_counter()
-    for worker in workers:
-        worker.join()
-    return sum(counts) / (time.perf_counter() - began)
-
-
 def bench_threads(run: Run) -> Iterator[Row]:
     with Trio(run) as trio:
         contenders = {
             "floor": lambda: trio.floor_rate(run.slice_s / 2),
             "yardstick": lambda: rate_of(_putter(trio.yardstick.put), run.slice_s),
-            "ours": lambda: _rate_of_threads(trio.queue.put, 8, 2 * run.slice_s),
+            "ours": lambda: rate_of_threads(trio.queue.put, 8, 2 * run.slice_s),
         }
         samples = take_turns(run, run.rounds, contenders)
     note = "Y with one thread"

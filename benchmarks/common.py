@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -155,6 +156,28 @@ def rate_of(step: Callable[[], int], seconds: float, most: float = math.inf) -> 
         done += step()
         now = time.perf_counter()
     return done / (now - start)
+
+
+def rate_of_threads(put: Callable[[Body], Any], threads: int, seconds: float) -> float:
+    """Messages a second of so many threads putting at once."""
+    counts = [0] * threads
+    start = threading.Barrier(threads + 1)
+
+    def work(which: int) -> None:
+        start.wait()
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            put(make_message(counts[which]))
+            counts[which] += 1
+
+    workers = [threading.Thread(target=work, args=(which,)) for which in range(threads)]
+    for worker in workers:
+        worker.start()
+    start.wait()
+    began = time.perf_counter()
+    for worker in workers:
+        worker.join()
+    return sum(counts) / (time.perf_counter() - began)
 
 
 def p50_us(call: Callable[[Body], Any], seconds: float) -> float:

@@ -15,7 +15,6 @@ from typing import Any
 # Without pyplot, which would look for a screen.
 _figure: Any = importlib.import_module("matplotlib.figure").Figure
 
-
 _OURS = "#1f6feb"
 _YARDSTICK = "#6e7781"
 _PEER = "#c9d1d9"
@@ -53,13 +52,18 @@ def _panel(axes: Any, title: str, rows: list[dict[str, Any]]) -> None:
     for at, (rate, row) in enumerate(zip(rates, bars, strict=True)):
         is_ours = row["work"] == "weclaw_embedded"
         weight = "bold" if is_ours else "normal"
-        text = f" {rate:,.0f}".replace(",", " ") + f"   {row['x_yardstick']:.2g} × Y"
-        axes.text(rate, at, text, va="center", fontsize=8, color=_INK, weight=weight)
+        ratio = row["x_yardstick"] if row["unit"] == "/s" else 1 / row["x_yardstick"]
+        text = f" {rate:,.0f}".replace(",", " ") + f"   {ratio:.2g} × Y"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(
+            rate * 1.03, at, text, va="center", fontsize=8, color=_INK, weight=weight, bbox=box
+        )
         if is_ours:
             axes.get_yticklabels()[at].set_weight("bold")
-    axes.axvline(_rate(floor), color="#cf222e", linewidth=1, linestyle="--")
+    axes.axvline(_rate(floor), color="#cf222e", linewidth=1, linestyle="--", zorder=0.5)
     axes.set_xscale("log")
-    axes.set_xlim(min(rates) / 3, max([*rates, _rate(floor)]) * 12)
+    every = [*rates, _rate(floor)]
+    axes.set_xlim(min(every) / 3, max(every) * 12)
     axes.set_title(title, loc="left", fontsize=10, weight="bold", color=_INK)
     axes.tick_params(labelsize=8, length=0, colors=_INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -73,7 +77,7 @@ def draw(kept: Path, out: Path) -> None:
         for name, rows in itertools.groupby(result["rows"], key=lambda row: row["section"])
     }
     heights = [len(rows) for rows in panels.values()]
-    height = 0.32 * sum(heights) + 0.5 * len(panels) + 1
+    height = 0.25 * sum(heights) + 0.5 * len(panels) + 1
     figure = _figure(figsize=(9, height), layout="constrained")
     axes = figure.subplots(len(panels), gridspec_kw={"height_ratios": heights})
     for one, (title, rows) in zip(axes, panels.items(), strict=True):

@@ -14,7 +14,6 @@ import functools
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import venv
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from common import (
     p50_us,
     parser,
     rate_of,
+    rate_of_threads,
     report,
     result_path,
     running,
@@ -162,34 +162,13 @@ def _getting(run: Run, floor: Floor, peers: list[type[Peer]]) -> Iterator[Row]:
         queue.close()
 
 
-def rate_of_threads(queue: Peer, threads: int, seconds: float) -> float:
-    counts = [0] * threads
-    start = threading.Barrier(threads + 1)
-
-    def work(which: int) -> None:
-        start.wait()
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            queue.put(make_message(counts[which]))
-            counts[which] += 1
-
-    workers = [threading.Thread(target=work, args=(which,)) for which in range(threads)]
-    for worker in workers:
-        worker.start()
-    start.wait()
-    began = time.perf_counter()
-    for worker in workers:
-        worker.join()
-    return sum(counts) / (time.perf_counter() - began)
-
-
 def _threading(run: Run, floor: Floor, peers: list[type[Peer]]) -> Iterator[Row]:
     """The yardstick has one thread: SQLite's connection is its own."""
     queues = {peer.name: peer(run.path("threads")) for peer in peers}
     contenders = _with_floor(floor, run)
     for name, queue in queues.items():
         threads = 8 if queue.shares_threads else 1
-        contenders[name] = functools.partial(rate_of_threads, queue, threads, run.slice_s)
+        contenders[name] = functools.partial(rate_of_threads, queue.put, threads, run.slice_s)
     samples = take_turns(run, run.rounds, contenders)
     yield from _rows("8 threads putting (Y: one)", peers, samples, "/s")
     for queue in queues.values():
