@@ -92,6 +92,8 @@ class History:
                 self.options[token] = options
                 self.order[token] = number * 1000 + n
                 self.maker[token] = child
+                if "topic" in options:
+                    self.topic[token] = options["topic"]
         elif what == "tx?":
             for n, (token, topic) in enumerate(zip(rest[2], rest[3], strict=True)):
                 self.options[token] = {}
@@ -108,6 +110,8 @@ class History:
             for token, task in zip(rest[0], rest[1], strict=True):
                 self.put[token] = task
                 self.id_of[token] = task
+        elif what == "is":
+            self.id_of[rest[0]] = rest[1]  # known, whatever became of it
         elif what == "got":
             token, task, counters = rest
             if self.id_of.setdefault(token, task) != task:

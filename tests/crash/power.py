@@ -303,6 +303,7 @@ def surely(
     announced: dict[str, int] = {}
     begun: dict[int, int] = {}  # number of a confirmation -> that of its announcement
     horizons: dict[str, int] = {}
+    waited: set[int] = set()  # confirmations of calls that waited for the disk themselves
     for number, child, event in heard:
         what = event[0]
         if what.endswith("?"):
@@ -318,6 +319,7 @@ def surely(
             if durable:
                 who = "" if in_order else child
                 horizons[who] = max(horizons.get(who, -1), begun[number])
+                waited.add(number)
 
     def horizon(child: str) -> int:
         return horizons.get("" if in_order else child, -1)
@@ -325,7 +327,7 @@ def surely(
     confirmed = {
         begun[number]: number
         for number, child, _ in heard
-        if number in begun and begun[number] <= horizon(child)
+        if number in begun and (number in waited or number < horizon(child))
     }
     open_calls = {
         number for number, _, event in heard if event[0].endswith("?") and number not in confirmed
@@ -334,15 +336,18 @@ def surely(
     doubt = _Doubt(heard, open_calls, set(confirmed.values()), kept)
     ledger = Ledger()
     for number, child, event in heard:
-        if event[0] == "got":
-            if number in kept:
-                ledger.hear(child, event)
+        if event[0] == "got" and number not in kept:
+            ledger.hear(child, ("is", event[1], event[2]))
+        elif event[0] == "put" and begun[number] not in confirmed:
+            for token, task in zip(event[1], event[2], strict=True):
+                ledger.hear(f"{child}~", ("is", token, task))
         elif number in open_calls:
             # A call that returned counts as one that did not: as the last of a child of its own.
             for n, part in enumerate(doubt.parts(event)):
                 ledger.hear(f"{child}~{number}.{n}", part)
         elif number not in begun or begun[number] in confirmed:
-            ledger.hear(child, event)
+            for part in doubt.seen_parts(event):
+                ledger.hear(child, part)
     return ledger
 
 
@@ -360,7 +365,7 @@ class _Doubt:
     ) -> None:
         token_of: dict[str, str] = {}
         self.sure: set[str] = set()  # ids whose put is durable
-        self.counted: set[tuple[str, int]] = set()  # (id, delivery) that are durable
+        self.counted: dict[str, int] = {}  # id -> its last delivery that is durable
         for number, _, event in heard:
             if event[0] == "put":
                 token_of.update(zip(event[2], event[1], strict=True))
@@ -370,7 +375,8 @@ class _Doubt:
                 token_of[event[2]] = event[1]
                 if number in kept:
                     self.sure.add(event[2])
-                    self.counted.add((event[2], event[3][0]))
+                    last = self.counted.get(event[2], 0)
+                    self.counted[event[2]] = max(last, event[3][0])
         self.vanished = {
             token_of[event[1]]
             for number, _, event in heard
@@ -387,11 +393,30 @@ class _Doubt:
             return [event]
         _, task, delivery, tokens, topics = event
         if self.vanished.intersection(tokens) or task not in self.sure:
-            return [("ack?", task, delivery), *(("put?", [token], [{}]) for token in tokens)]
-        if (task, delivery) not in self.counted:
+            puts = [
+                ("put?", [token], [{"topic": topic or "default"}])
+                for token, topic in zip(tokens, topics, strict=True)
+            ]
+            return [("ack?", task, delivery), *puts]
+        counted = self.counted.get(task, 0)
+        if counted != delivery:
             # Its delivery may be lost, and its number used again.
-            return [("ack?", task, delivery), ("tx?", task, 0, tokens, topics)]
+            return [("ack?", task, delivery), ("tx?", task, counted, tokens, topics)]
         return [event]
+
+    def seen_parts(self, event: Event) -> list[Event]:
+        """A durable call as the checker is to see it: without what may be settled already."""
+        if event[0] not in ("tx", "tx?"):
+            return [event]
+        keep = [n for n, token in enumerate(event[3]) if token not in self.vanished]
+        lists = [[values[n] for n in keep] for values in event[3:]]
+        seen: list[Event] = [(*event[:3], *lists)]
+        if event[0] == "tx?":
+            gone = [n for n in range(len(event[3])) if n not in keep]
+            seen[:0] = [
+                ("put?", [event[3][n]], [{"topic": event[4][n] or "default"}]) for n in gone
+            ]
+        return seen
 
 
 # Putting a state in place -------------------------------------------------------------------
