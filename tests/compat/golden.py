@@ -1,9 +1,11 @@
 """Files of each format version as they were written once, and what must be seen in them.
 
-    python tests/compat/golden.py       writes tests/compat/v1/ anew
+    python tests/compat/golden.py             writes tests/compat/v1/, if it is not there
+    python tests/compat/golden.py expect      writes down anew what is seen in the files
 
-Only when a version is new: what stands there is what old releases left behind, and is never made
-again to please a newer one. Files are kept packed; their expectations stand beside them as JSON.
+What stands there is what old releases left behind, and is never made again to please a newer one.
+Files are kept packed; what must be seen in them stands beside them as JSON, and each line of it
+that changes is a change of what users see in their own old files: to be looked at by eye.
 """
 
 from __future__ import annotations
@@ -257,6 +259,11 @@ def main() -> None:
         temporary = directory / ".half_created.wq.0123456789abcdef.tmp"
         temporary.write_bytes(bytes(4096 + SEGMENT + 100))
         pack(temporary)
+    expect()
+
+
+def expect() -> None:
+    """Write down what is seen in each file."""
     for name in NAMES:
         with tempfile.TemporaryDirectory() as directory_name:
             path = unpack(name, Path(directory_name))
@@ -273,4 +280,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    expect() if sys.argv[1:] == ["expect"] else main()
