@@ -155,7 +155,7 @@ class Channel:
 
     def _read(self) -> None:
         try:
-            data = os.read(self.out_fd, 1 << 20)
+            data = os.read(self.out_fd, 1 << 16)
         except BlockingIOError:
             return
         except OSError as error:

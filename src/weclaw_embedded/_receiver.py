@@ -80,7 +80,7 @@ class _Wire:
             if idle is not None:
                 idle.prepare()
                 idle = None
-            data = os.read(self._in, 1 << 20)
+            data = os.read(self._in, 1 << 16)
             if not data:
                 if self._incoming.is_cut:
                     logger.warning("the stream ended within a message; nothing of it was written")

@@ -324,8 +324,10 @@ class Replication:
 
     def start(self) -> None:
         self._engine.waker.add(self._waker_hook)
-        self._thread = threading.Thread(target=self._run, name="weclaw-feeder", daemon=True)
-        self._thread.start()
+        # Known only once it runs: Ctrl-C may come between any two of these lines.
+        thread = threading.Thread(target=self._run, name="weclaw-feeder", daemon=True)
+        thread.start()
+        self._thread = thread
 
     # -- waiting ---------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ back; for a file that is open, put good bytes from the copy in the place of unre
 
 Invariants: nothing is ever made over data. A file that can't be read is moved aside, not removed;
 what is healed are only bytes that are no valid frame, with those that the copy has at the same
-offsets of the same life of the segment. A replica that can't be asked counts as having data.
+offsets of the same life of the segment.
 
 It must not know what messages are.
 """
@@ -43,6 +43,10 @@ _OTHERS_S: Final = 10.0  # how long another process that restores the same file 
 _NOBODY: Final = Hello(bytes(16), 0, 0, 0)
 
 
+class _UnreachableError(StorageError):
+    """The replica can't be asked whether it has data."""
+
+
 def replica_of(path: str, options: StoreOptions | None) -> Address | None:
     """Where the replica of a file that can't be asked is: the argument, the environment, or what
     was noted beside the file.
@@ -59,8 +63,16 @@ def restore_missing(path: str, options: StoreOptions) -> None:
     """
     path = os.path.realpath(path)
     address = replica_of(path, options) if is_new(path) else None
-    if address is not None:
+    if address is None:
+        return
+    try:
         _restore(path, address, "was missing" if not os.path.exists(path) else "was empty")
+    except _UnreachableError as error:
+        if not options.sync_replica or read_record(scratch_of(path)) is not None:
+            raise
+        # It was never here, as far as can be seen, and no put is confirmed before the replica has
+        # been asked: if it has data after all, it refuses, and every put says so.
+        logger.warning("%s; as it is new here, it is begun anew", error)
 
 
 def restore_damaged(path: str, options: StoreOptions, error: WeclawError) -> bool:
@@ -111,10 +123,10 @@ def _restore(path: str, address: Address, why: str) -> bool:
         kind = LockedError if refused.why == BUSY else StorageError
         raise kind(f"{path} {why}, and its replica refuses to restore it: {refused}") from None
     except (LinkDownError, StreamError) as error:
-        raise StorageError(
+        raise _UnreachableError(
             f"{path} {why}, and its replica {describe(address)}, which may have its data, can't be "
-            f"asked: {error}; nothing was made; open it when the replica can be reached, or begin "
-            "anew with replica=False"
+            f"asked: {error}; open it when the replica can be reached, or begin anew with "
+            "replica=False"
         ) from None
 
 

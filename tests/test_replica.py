@@ -1,0 +1,874 @@
+"""The replica: a second, complete copy of a file that is there when the first is not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.processes import Child
+from tests.replica_tools import (
+    RECEIVER_CODE,
+    bodies,
+    command,
+    eventually,
+    is_received,
+    kill_receiver,
+    level,
+    receivers,
+    same,
+    send_signal,
+)
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import _replication, _shared, replica
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Iterator[Path]:
+    """Where the copy is to be; a receiver that is left over fails the test."""
+    place = tmp_path / "elsewhere" / "copy.wq"
+    place.parent.mkdir()
+    yield place
+    left = receivers(place)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "a receiver was left behind"
+
+
+@pytest.fixture
+def open_queue(copy: Path, open_queue: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, closed before it is looked what is left behind."""
+    return open_queue
+
+
+# -- the copy --------------------------------------------------------------------------------------
+
+
+def test_the_copy_has_the_same_frames_at_the_same_offsets(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """Whatever was done to the queue is in the copy once it is closed, in the same places."""
+    q = open_queue(replica=copy)
+    q.put_many([{"n": n} for n in range(200)])
+    for n in range(40):
+        q.put({"n": n}, priority=n % 10, key=f"k{n % 3}", delay=0.0 if n % 2 else 60.0)
+    for n in range(60):
+        msg = q.get()
+        (msg.ack, msg.nack, msg.fail)[n % 3]()
+    q.put(os.urandom(3_000_000))
+    q.close()
+    assert same(path, copy) > 100
+    assert replica.node(path)[1:] == ("primary", 1, False)
+    assert replica.node(copy)[1:] == ("copy", 1, False)
+
+
+def test_a_put_that_has_returned_is_in_the_copy(open_queue: Callable[..., Any], copy: Path) -> None:
+    """Whatever `flush` says: the copy alone is looked at, after its receiver was killed."""
+    for number, flush in enumerate(("sync", "batch", "os")):
+        place = copy.with_name(f"{number}.wq")
+        q = open_queue(at=copy.with_name(f"primary-{number}.wq"), replica=place, flush=flush)
+        for n in range(10):
+            q.put(n)
+        assert q.stats().replica_lag == 0
+        kill_receiver(place)
+        assert bodies(place) == list(range(10))
+        q.put(10)  # it is started again
+        assert bodies(place) == list(range(11))
+        q.close()
+        assert receivers(place) == []
+
+
+def test_segments_are_used_again_in_the_copy_too(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """Many times the size of the file goes through, and both stay as small."""
+    q = open_queue(replica=copy, sync_replica=False, segment_bytes=65536, retention=0.0)
+    for _ in range(40):
+        q.put_many([os.urandom(4000) for _ in range(25)])
+        for msg in q.get_many(25):
+            msg.ack()
+    level(q)
+    time.sleep(0.3)
+    q.put("last")
+    q.close()
+    same(path, copy)
+    assert path.stat().st_size < 1_500_000
+    assert copy.stat().st_size < 1_500_000
+
+
+def test_an_asynchronous_replica_is_never_waited_for(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """Puts return while the receiver is stopped; it catches up when it goes on."""
+    q = open_queue(replica=copy, sync_replica=False, replica_timeout=30.0)
+    q.put(0)
+    level(q)
+    pid = send_signal(copy, signal.SIGSTOP)
+    began = time.monotonic()
+    for n in range(1, 101):
+        q.put(n)
+    assert time.monotonic() - began < 5
+    assert q.stats().replica_lag > 0
+    assert [msg.body for msg in q.peek(200)] == list(range(101))
+    os.kill(pid, signal.SIGCONT)
+    level(q)
+    assert bodies(copy) == list(range(101))
+
+
+def test_a_copy_too_far_behind_is_made_anew(
+    open_queue: Callable[..., Any], path: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past a bound the segments it still needs are freed all the same."""
+    monkeypatch.setattr(_shared, "PIN_BYTES", 4 << 16)
+    q = open_queue(replica=copy, sync_replica=False, segment_bytes=65536, retention=0.0)
+    q.put(0)
+    level(q)
+    before = copy.stat().st_ino
+    pid = send_signal(copy, signal.SIGSTOP)
+    for _ in range(30):
+        q.put_many([os.urandom(4000) for _ in range(25)])
+        for msg in q.get_many(100):
+            msg.ack()
+    eventually(lambda: path.stat().st_size < 2_000_000)
+    os.kill(pid, signal.SIGCONT)
+    level(q)
+    q.close()
+    assert copy.stat().st_ino != before
+    same(path, copy)
+
+
+# -- waiting for it --------------------------------------------------------------------------------
+
+
+def test_a_put_that_waits_too_long_is_taken_back(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """It raises, is delivered to nobody, and what is put later is unharmed."""
+    q = open_queue(replica=copy, replica_timeout=0.5)
+    q.put("first")
+    pid = send_signal(copy, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(weclaw.ReplicaUnavailableError, match="taken back"):
+        q.put("lost", id="mine")
+    with pytest.raises(weclaw.ReplicaUnavailableError):
+        q.put_many(["lost too"] * 3)
+    assert 0.9 < time.monotonic() - began < 4
+    assert q.status("mine") == "unknown"
+    msg = q.get(timeout=5)
+    assert msg.body == "first"
+    began = time.monotonic()
+    msg.ack()  # done all the same
+    assert time.monotonic() - began > 0.4
+    with pytest.raises(weclaw.Empty):
+        q.get(timeout=0.3)
+    os.kill(pid, signal.SIGCONT)
+    assert eventually(lambda: _put_or_not(q, "again"))
+    q.put("mine now", id="mine")
+    assert [q.get(timeout=5).body, q.get(timeout=5).body] == ["again", "mine now"]
+    with pytest.raises(weclaw.Empty):
+        q.get(block=False)
+    q.close()
+    same(path, copy)
+
+
+def _put_or_not(q: Any, body: Any) -> bool:
+    try:
+        q.put(body)
+    except weclaw.ReplicaUnavailableError:
+        return False
+    return True
+
+
+def test_nothing_is_delivered_before_the_replica_has_it(
+    open_queue: Callable[..., Any], copy: Path
+) -> None:
+    """A consumer that waits gets a message when the replica has confirmed it, and not before."""
+    q = open_queue(replica=copy, replica_timeout=20.0)
+    q.put(0)
+    q.get().ack()
+    pid = send_signal(copy, signal.SIGSTOP)
+    put = threading.Thread(target=q.put, args=(1,))
+    put.start()
+    with pytest.raises(weclaw.Empty):
+        q.get(timeout=0.5)
+    got: list[Any] = []
+    getter = threading.Thread(target=lambda: got.append(q.get(timeout=20)))
+    getter.start()
+    time.sleep(0.2)
+    assert not got
+    os.kill(pid, signal.SIGCONT)
+    getter.join()
+    put.join()
+    assert got[0].body == 1
+
+
+def test_waiting_puts_share_a_round(
+    open_queue: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixty-four tasks, and then threads, put at once: the replica syncs a few times."""
+    rounds = []
+    real = _replication.Replication._publish
+
+    def count(self: Any, target: int, acked: int) -> None:
+        rounds.append(target)
+        real(self, target, acked)
+
+    q = open_queue(replica=copy)
+    q.put("first")
+    monkeypatch.setattr(_replication.Replication, "_publish", count)
+
+    async def put_all() -> None:
+        async with weclaw.AsyncQueue(q._store.path) as aq:
+            await asyncio.gather(*(aq.put(n) for n in range(64)))
+
+    asyncio.run(put_all())
+    assert len(rounds) < 24
+    rounds.clear()
+    threads = [threading.Thread(target=q.put, args=(n,)) for n in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(rounds) < 48
+    assert q.qsize() == 129
+
+
+def test_a_task_is_told_when_its_put_was_taken_back(
+    open_queue: Callable[..., Any], copy: Path
+) -> None:
+    """An asynchronous put raises, and its message is delivered to nobody."""
+    q = open_queue(replica=copy, replica_timeout=0.5)
+    q.put("first")
+    send_signal(copy, signal.SIGSTOP)
+
+    async def put() -> None:
+        async with weclaw.AsyncQueue(q._store.path) as aq:
+            found = await asyncio.gather(*(aq.put(n) for n in range(5)), return_exceptions=True)
+            assert all(isinstance(one, weclaw.ReplicaUnavailableError) for one in found)
+            msg = await aq.get()
+            await msg.ack()
+
+    asyncio.run(put())
+    assert q.stats().ready == 0
+    send_signal(copy, signal.SIGCONT)
+
+
+def produce(pipe, path, tag, options):
+    q = weclaw.Queue(path, **options)
+    pipe.send("open")
+    n = 0
+    while True:
+        body = f"{tag}-{n}"
+        pipe.send(("put?", body))
+        try:
+            pipe.send(("put", body, q.put(body)))
+        except weclaw.ReplicaUnavailableError:
+            pipe.send(("not put", body))
+        n += 1
+
+
+def consume(pipe, path):
+    q = weclaw.Queue(path, visibility_timeout=None)
+    pipe.send("open")
+    while True:
+        msg = q.get()
+        pipe.send(("ack?", msg.body))
+        msg.ack()
+        pipe.send(("acked", msg.body))
+
+
+def test_a_process_that_does_not_feed_waits_and_is_woken(path: Path, copy: Path) -> None:
+    """Its puts return in far less than the time after which it would look by itself."""
+    with weclaw.Queue(path, replica=copy) as q, Child(produce, str(path), "a", {}) as child:
+        q.put(0)
+        assert child.hear() == "open"
+        took = []
+        for _ in range(40):
+            assert child.hear()[0] == "put?"
+            began = time.monotonic()
+            assert child.hear()[0] == "put"
+            took.append(time.monotonic() - began)
+        assert sorted(took)[20] < 0.1
+
+
+# -- dying -----------------------------------------------------------------------------------------
+
+
+def test_another_process_feeds_when_the_feeder_dies(path: Path, copy: Path) -> None:
+    """Puts go on in the others within a few seconds, and none fails."""
+    first = Child(produce, str(path), "a", {"replica": str(copy)})
+    assert first.hear() == "open"
+    assert first.hear()[0] == "put?"
+    assert first.hear()[0] == "put"
+    with Child(produce, str(path), "b", {}) as second:
+        assert second.hear() == "open"
+        first.close()
+        done = 0
+        while done < 20:
+            said = second.hear()
+            assert said[0] != "not put", said
+            done += said[0] == "put"
+        second.kill()
+    eventually(lambda: not receivers(copy))
+    assert len(bodies(copy)) >= 21
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_confirmed_put_outlives_the_primary(tmp_path: Path, copy: Path, seed: int) -> None:
+    """Processes and receivers are killed at random moments, then the primary is deleted."""
+    rng = random.Random(seed)
+    path = tmp_path / "p" / "tasks.wq"
+    path.parent.mkdir()
+    options = {"replica": str(copy), "segment_bytes": 65536, "replica_timeout": 20.0}
+    put: set[str] = set()
+    maybe_acked: set[str] = set()
+    acked: set[str] = set()
+
+    def hear(child: Child) -> None:
+        for said in child.hear_rest():
+            if said[0] == "put":
+                put.add(said[1])
+            elif said[0] == "ack?":
+                maybe_acked.add(said[1])
+            elif said[0] == "acked":
+                acked.add(said[1])
+
+    weclaw.Queue(path, **options).close()
+    for turn in range(3):
+        children = [Child(produce, str(path), f"{turn}-{n}", {}) for n in range(2)]
+        children.append(Child(consume, str(path)))
+        for _ in range(rng.randrange(3)):
+            time.sleep(rng.uniform(0.05, 0.4))
+            found = receivers(copy)
+            if found:
+                try:
+                    os.kill(rng.choice(found), signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        time.sleep(rng.uniform(0.2, 0.6))
+        rng.shuffle(children)
+        for child in children:
+            child.kill()
+            time.sleep(rng.choice((0.0, 0.0, 0.2)))
+        for child in children:
+            hear(child)
+            child.close()
+    assert put
+    shutil.rmtree(path.parent)
+    eventually(lambda: not receivers(copy))
+    replica.promote(copy)
+    with weclaw.Queue(copy) as q:
+        there = [msg.body for msg in q.peek(100_000)]
+        while True:  # what was held by the dead
+            try:
+                msg = q.get(block=False)
+            except weclaw.Empty:
+                break
+            if msg.body not in there:
+                there.append(msg.body)
+    assert len(there) == len(set(there))
+    assert put - set(there) <= maybe_acked, "a confirmed put is not in the copy"
+    assert not acked & set(there), "what was acked came back"
+
+
+def test_only_one_process_feeds(tmp_path: Path, copy: Path) -> None:
+    """Receivers that were there at once say so: none does while feeders are killed in turn."""
+    path = tmp_path / "tasks.wq"
+    log = tmp_path / "log"
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import fcntl, os, sys, time\n"
+        f"log = open({str(log)!r}, 'a')\n"
+        f"lock = open({str(log) + '.lock'!r}, 'w')\n"
+        "for _ in range(300):\n"  # the receiver of a killed feeder may take a moment to end
+        "    try:\n"
+        "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB); break\n"
+        "    except OSError:\n"
+        "        time.sleep(0.01)\n"
+        "else:\n"
+        "    print('twice', file=log, flush=True)\n"
+        "print('began', file=log, flush=True)\n" + RECEIVER_CODE.replace("; ", "\n") + "\n"
+    )
+    options = {"replica": [sys.executable, str(wrapper), str(copy)], "replica_timeout": 30.0}
+    children = [Child(produce, str(path), "0", options)]
+    assert children[0].hear() == "open"
+    for n in range(1, 4):
+        children.append(Child(produce, str(path), str(n), {}))
+        assert children[-1].hear() == "open"
+        _hear_put(children[-1])
+    for n in range(3):
+        children[n].kill()
+        _hear_put(children[-1], 30)
+    for child in children:
+        child.close()
+    eventually(lambda: not is_received(copy))
+    words = log.read_text().split()
+    assert "twice" not in words
+    assert words.count("began") >= 2
+
+
+def _hear_put(child: Child, n: int = 1) -> None:
+    done = 0
+    while done < n:
+        done += child.hear()[0] == "put"
+
+
+def test_a_forked_child_does_not_keep_the_receiver(path: Path, copy: Path) -> None:
+    """The parent is killed, the child lives on: the receiver ends with the parent."""
+
+    def fork(pipe, path, copy):
+        q = weclaw.Queue(path, replica=copy)
+        q.put(1)
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        pipe.send(pid)
+        time.sleep(60)
+
+    child = Child(fork, str(path), str(copy))
+    pid = child.hear()
+    try:
+        child.kill()
+        eventually(lambda: not receivers(copy), 5)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        child.close()
+
+
+def test_a_closed_queue_leaves_no_process(open_queue: Callable[..., Any], copy: Path) -> None:
+    """No receiver, no zombie, no open pipe, whether it was stopped or not."""
+    before = len(os.listdir("/proc/self/fd"))
+    for stop in (False, True):
+        q = open_queue(replica=copy, sync_replica=False)
+        q.put(1)
+        level(q)
+        if stop:
+            send_signal(copy, signal.SIGSTOP)
+            q.put(2)
+        began = time.monotonic()
+        q.close()
+        assert time.monotonic() - began < 5
+        assert receivers(copy) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert multiprocessing.active_children() == []
+
+
+# -- the stream ------------------------------------------------------------------------------------
+
+PROXY = """
+import os, subprocess, sys, threading
+code, copy, marker, at, how = sys.argv[1:]
+receiver = subprocess.Popen([sys.executable, "-c", code, copy], stdin=subprocess.PIPE)
+spoil = not os.path.exists(marker)
+done = 0
+while True:
+    data = os.read(0, 65536)
+    if not data:
+        break
+    if spoil and done <= int(at) < done + len(data):
+        open(marker, "w").close()
+        i = int(at) - done
+        if how == "cut":
+            receiver.stdin.write(data[:i]); break
+        if how == "flip":
+            data = data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1:]
+        if how == "drop":
+            data = data[:i] + data[i + 1:]
+    done += len(data)
+    try:
+        receiver.stdin.write(data); receiver.stdin.flush()
+    except BrokenPipeError:
+        break
+try:
+    receiver.stdin.close()
+except BrokenPipeError:
+    pass
+sys.exit(receiver.wait())
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "how"),
+    [(at, how) for at in (3, 40, 90, 130, 260, 700, 5000) for how in ("flip", "cut")]
+    # A byte less is noticed when something follows that does not fit.
+    + [(at, "drop") for at in (130, 700)],
+)
+def test_a_garbled_stream_is_noticed_and_never_written(
+    open_queue: Callable[..., Any], path: Path, copy: Path, tmp_path: Path, at: int, how: str
+) -> None:
+    """A byte changed, lost, or all after it: the next receiver goes on, and the copy is one."""
+    marker = tmp_path / "spoilt"
+    q = open_queue()
+    q.put("first")
+    q.close()
+    q = open_queue(
+        replica=[sys.executable, "-c", PROXY, RECEIVER_CODE, str(copy), str(marker), str(at), how],
+        replica_timeout=1.0 if how == "drop" else 20.0,
+    )
+    for n in range(100):
+        assert _put_or_not(q, {"n": n, "text": "x" * 60}) or how == "drop"
+    assert marker.exists()
+    q.close()
+    same(path, copy)
+
+
+def test_the_receiver_runs_anywhere_a_command_can_start_it(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """In another folder, in an environment of its own, through a shell and plain pipes."""
+    shell = (
+        f'cd "{copy.parent}" && exec env -i PATH=/usr/bin:/bin "{sys.executable}" -c '
+        f"'{RECEIVER_CODE.replace(chr(39), chr(34))}' copy.wq"
+    )
+    q = open_queue(replica=["sh", "-c", shell])
+    for n in range(20):
+        q.put(n)
+    q.close()
+    same(path, copy)
+    path.unlink()
+    shutil.rmtree(str(path) + ".d")
+    q = open_queue(replica=["sh", "-c", shell])
+    assert [msg.body for msg in q.peek(30)] == list(range(20))
+    q.close()
+
+
+def test_a_command_that_is_no_receiver_is_said_to_be_none(
+    open_queue: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it printed is in the log, puts raise, and the queue can be read."""
+    q = open_queue(sync_replica=False)
+    q.put(1)
+    q.close()
+    q = open_queue(
+        replica=["sh", "-c", "echo welcome to this machine; echo no such command >&2; exit 127"],
+        sync_replica=True,
+        replica_timeout=0.4,
+    )
+    with pytest.raises(weclaw.ReplicaUnavailableError):
+        q.put(2)
+    assert q.get(timeout=1).body == 1
+    assert "welcome to this machine" in caplog.text or "no such command" in caplog.text
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def _refusal(open_queue: Callable[..., Any], copy: Path, caplog: Any, word: str) -> None:
+    before = copy.read_bytes()
+    q = open_queue(replica=copy, replica_timeout=0.5)
+    with pytest.raises(weclaw.ReplicaUnavailableError):
+        q.put("refused")
+    eventually(lambda: word in caplog.text)
+    q.close()
+    assert copy.read_bytes() == before
+
+
+def test_the_file_of_another_queue_is_not_overwritten(
+    open_queue: Callable[..., Any], path: Path, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither another queue nor what is no queue at all."""
+    with weclaw.Queue(copy) as other:
+        other.put("mine")
+    with weclaw.Queue(path) as q:
+        q.put(1)
+    _refusal(open_queue, copy, caplog, "another queue")
+    photo = copy.with_name("photo.jpg")
+    photo.write_bytes(b"\xff\xd8 not a queue" * 1000)
+    caplog.clear()
+    with weclaw.Queue(path, replica=False):
+        pass
+    _refusal(open_queue, photo, caplog, "no copy of this queue")
+
+
+def test_a_copy_that_went_its_own_way_is_refused(
+    open_queue: Callable[..., Any], path: Path, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Opened and changed without promotion, it keeps what it has and the primary refuses it."""
+    q = open_queue(replica=copy, sync_replica=False)
+    q.put(1)
+    level(q)
+    q.close()
+    with weclaw.Queue(copy) as own:
+        own.put("own")
+    assert "was not promoted" in caplog.text
+    assert replica.node(copy).role == "primary"
+    q = open_queue(sync_replica=True, replica=copy, replica_timeout=0.5)
+    with pytest.raises(weclaw.ReplicaUnavailableError):
+        q.put(2)
+    eventually(lambda: "different ways" in caplog.text)
+    q.close()
+    assert bodies(copy) == [1, "own"]
+
+
+def test_looking_at_a_copy_changes_nothing(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """Opened as it is, looked at and closed, it is still a copy that the primary goes on with."""
+    q = open_queue(replica=copy)
+    q.put(1)
+    q.close()
+    with weclaw.Queue(copy) as looked:
+        assert looked.qsize() == 1
+        assert looked.stats().ready == 1
+    assert replica.node(copy).role == "copy"
+    q = open_queue()
+    q.put(2)
+    q.close()
+    same(path, copy)
+
+
+def test_a_copy_is_not_opened_while_it_is_received(
+    open_queue: Callable[..., Any], copy: Path
+) -> None:
+    """To write, that is; to look it is."""
+    q = open_queue(replica=copy)
+    q.put(1)
+    with pytest.raises(weclaw.LockedError, match="receiver"):
+        weclaw.Queue(copy)
+    with pytest.raises(weclaw.LockedError):
+        replica.promote(copy)
+    assert bodies(copy) == [1]
+    q.put(2)
+
+
+def test_a_file_is_not_its_own_replica(path: Path) -> None:
+    """Also not under another name."""
+    with weclaw.Queue(path) as q:
+        q.put(1)
+    other = path.with_name("link.wq")
+    other.symlink_to(path)
+    for name in (path, other):
+        with pytest.raises(ValueError, match="itself"):
+            weclaw.Queue(path, replica=name)
+
+
+# -- promotion -------------------------------------------------------------------------------------
+
+
+def test_a_promoted_copy_fences_the_primary(
+    open_queue: Callable[..., Any], path: Path, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that was running all the time, in every process; what it has can be read."""
+    q = open_queue(replica=copy, sync_replica=False)
+    q.put("both")
+    level(q)
+    with Child(produce, str(path), "c", {}) as child:
+        assert child.hear() == "open"
+        # The connection is lost and can't come back for a while.
+        away = copy.with_name("away.wq")
+        os.rename(copy, away)
+        kill_receiver(copy)
+        eventually(lambda: not is_received(away))
+        assert replica.promote(away) == 2
+        os.rename(away, copy)
+        q_fenced = eventually(lambda: _is_fenced(q), 20)
+        assert "epoch 2" in str(q_fenced)
+        child.hear_rest()  # it ends with the error, too
+        assert child.wait() != 0
+    assert "takes no more writes" in caplog.text
+    for call in (lambda: q.get(timeout=1), lambda: q.put(1), lambda: q.pause(1)):
+        with pytest.raises(weclaw.FencedError):
+            call()
+    assert q.stats().ready >= 1
+    q.close()
+    assert replica.node(path).role == "fenced"
+    q = open_queue()
+    with pytest.raises(weclaw.FencedError):
+        q.put(1)
+    assert q.peek(1)[0].body == "both"
+    q.close()
+    new = open_queue(at=copy)
+    new.put("new")
+    assert new.stats().replica_lag is None
+    assert new.get().body == "both"
+
+
+def _is_fenced(q: Any) -> Any:
+    try:
+        q.put("only here")
+    except weclaw.FencedError as error:
+        return error
+    return None
+
+
+def test_no_synchronous_put_returns_after_a_promotion(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """Whatever the old primary is told afterwards, it is no success."""
+    q = open_queue(replica=copy, replica_timeout=1.0)
+    q.put(1)
+    away = copy.with_name("away.wq")
+    os.rename(copy, away)
+    kill_receiver(copy)
+    eventually(lambda: not is_received(away))
+    replica.promote(away)
+    os.rename(away, copy)
+    with pytest.raises(weclaw.SendFailedError):
+        q.put(2)
+    with weclaw.Queue(copy) as new:
+        assert [msg.body for msg in new.peek(5)] == [1]
+
+
+def test_only_a_copy_is_promoted(path: Path, copy: Path) -> None:
+    """A primary, a missing file and a foreign one are refused and not changed."""
+    with pytest.raises(weclaw.StorageError):
+        replica.promote(copy)
+    with weclaw.Queue(path) as q:
+        q.put(1)
+        with pytest.raises(weclaw.LockedError):
+            replica.promote(path)
+    with pytest.raises(weclaw.StorageError):
+        replica.promote(path)
+    assert replica.node(path).epoch == 1
+
+
+# -- getting it back -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lost(open_queue: Callable[..., Any], path: Path, copy: Path) -> Callable[..., Any]:
+    """A queue of fifty messages with a replica, closed; opens it again."""
+    q = open_queue(replica=copy)
+    q.put_many(list(range(50)))
+    q.close()
+    return open_queue
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "header", "missing, scratch too"])
+def test_a_lost_file_is_restored(
+    lost: Callable[..., Any],
+    path: Path,
+    copy: Path,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Never an empty queue in its place, whether the replica is named or was noted beside it."""
+    if how.startswith("missing"):
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        data = bytearray(path.read_bytes())
+        data[30] ^= 1
+        data[2078] ^= 1
+        path.write_bytes(data)
+    if "scratch" in how:
+        shutil.rmtree(str(path) + ".d")
+    q = lost(replica=copy) if "scratch" in how else lost()
+    assert [msg.body for msg in q.peek(100)] == list(range(50))
+    assert "RESTORED" in caplog.text
+    q.put("after")
+    q.close()
+    same(path, copy)
+    if how == "header":
+        assert list(path.parent.glob("*.damaged-*"))
+
+
+def test_what_cannot_be_restored_is_not_begun_anew(
+    lost: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """A replica that can't be asked, or was promoted: the error says how to go on."""
+    path.unlink()
+    shutil.rmtree(str(path) + ".d")
+    with pytest.raises(weclaw.StorageError, match="can't be asked"):
+        lost(replica=["sh", "-c", "exit 255"], sync_replica=False)
+    assert not path.exists()
+    q = lost(replica=["sh", "-c", "exit 255"], replica_timeout=0.3)
+    with pytest.raises(weclaw.ReplicaUnavailableError):
+        q.put("never confirmed")
+    q.close()
+    path.unlink()
+    with pytest.raises(weclaw.StorageError, match="can't be asked"):
+        lost()
+    replica.promote(copy)
+    with pytest.raises(weclaw.StorageError, match="in its own right"):
+        lost(replica=copy)
+    assert not path.exists()
+    q = lost(replica=False)
+    assert q.qsize() == 0
+
+
+def test_damage_is_healed_from_the_replica(
+    lost: Callable[..., Any], path: Path, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When a message is read, when the file is repaired, and when it is opened anew."""
+    for scratch in (True, False):
+        for repair in (False, True):
+            data = bytearray(path.read_bytes())
+            data[4096 + 64 + 200] ^= 0xFF
+            path.write_bytes(data)
+            if not scratch:
+                shutil.rmtree(str(path) + ".d")
+            q = lost(replica=copy)
+            if repair:
+                q._store.repair()
+            assert [msg.body for msg in q.peek(100)] == list(range(50))
+            assert q._store.verify() == []
+            q.close()
+            same(path, copy)
+    assert "healed" in caplog.text
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def test_the_replica_belongs_to_the_file(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """It is recorded, inherited, changed and forgotten."""
+    q = open_queue(replica=copy, sync_replica=False)
+    q.put(1)
+    q.close()
+    q = open_queue()
+    assert q.stats().replica_lag is not None
+    level(q)
+    other = copy.with_name("other.wq")
+    q.close()
+    q = open_queue(replica=other)
+    level(q)
+    assert bodies(other) == [1]
+    q.close()
+    q = open_queue(replica=False)
+    assert q.stats().replica_lag is None
+    q.put(2)
+    q.close()
+    q = open_queue()
+    assert q.stats().replica_lag is None
+    assert receivers(copy) == receivers(other) == []
+
+
+def test_the_environment_names_a_replica(
+    open_queue: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a process that was told nothing else."""
+    monkeypatch.setenv("WECLAW_REPLICA", str(copy))
+    q = open_queue()
+    q.put(1)
+    assert bodies(copy) == [1]
+
+
+def test_a_receiver_speaks_to_nobody_else(tmp_path: Path) -> None:
+    """What is no stream is answered with a refusal, and makes no file."""
+    done = subprocess.run(
+        command(tmp_path / "copy.wq"), input=b"GET / HTTP/1.1\r\n\r\n", capture_output=True
+    )
+    assert done.returncode == 1
+    assert b"no message of the stream" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    logging.getLogger("weclaw_embedded").debug("%s", done.stderr)
