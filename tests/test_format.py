@@ -218,7 +218,7 @@ def _tables() -> dict[str, list[tuple[int, str, str]]]:
         ]
         if rows[0][:2] == ["at", "type"]:
             found.append([(int(row[0]), row[1], row[2]) for row in rows[2:]])
-    names = ("header", "head", "slot", "part", "record")
+    names = ("header", "head", "role", "slot", "part", "record")
     return dict(zip(names, found[: len(names)], strict=True))
 
 
@@ -227,6 +227,7 @@ def _tables() -> dict[str, list[tuple[int, str, str]]]:
     [
         ("header", _format._HEADER.format + "I"),
         ("head", _format._HEAD.format),
+        ("role", _format._ROLE.format),
         ("slot", _format._SLOT.format),
         ("part", _format.PART.format),
         ("record", _format.ENVELOPE.format),

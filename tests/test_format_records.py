@@ -180,3 +180,35 @@ def test_the_documents_numbers_of_names_are_the_codes() -> None:
     assert rec.topic_id("tasks") == int.from_bytes(blake("tasks", 4), "big")
     assert rec.group_id("a", "b") == int.from_bytes(blake("a\0b", 8), "big") | 1 << 63
     assert rec.key_hash("k") == blake("k", 8)
+
+
+def test_the_document_describes_the_stream_of_a_replica() -> None:
+    """Types, fields, limits and reasons of the messages are those of the code."""
+    from weclaw_embedded import _stream
+
+    text = DOCS.read_text("utf-8").partition("## 14.")[2]
+    forms = {
+        "HELLO": _stream._HELLO,
+        "BEGIN": _stream._BEGIN,
+        "DATA": _stream._DATA,
+        "HEAD": _stream._OFFSET,
+        "SYNC": _stream._OFFSET,
+        "STATE": _stream._STATE,
+        "ACK": _stream._OFFSET,
+        "REFUSED": _stream._REFUSED,
+        "END": _stream._END,
+    }
+    told = table(text, "type", "name")
+    assert [int(row[0]) for row in told] == [*range(1, 8), *range(16, 20)]
+    for number, name, fields, _ in told:
+        assert getattr(_stream, name) == int(number)
+        if name in forms:
+            assert re.match(r"`?(\w+)", fields)[1] == forms[name].format.lstrip("<"), name  # type: ignore[index]
+    assert f"{_stream.MAX_MESSAGE:,}".replace(",", " ") in text
+    for said, name in ((_stream.Hello, "HELLO"), (_stream.State, "STATE")):
+        (fields,) = (row[2] for row in told if row[1] == name)
+        for field in said._fields:
+            assert field in fields
+    reasons = ("BUSY", "OTHER_STORE", "HIGHER_EPOCH", "DIVERGED", "NOT_A_COPY", "FAILED")
+    for name in (*reasons, "OTHER_VERSION"):
+        assert re.search(rf"\b{getattr(_stream, name)} [a-z]", text), name
