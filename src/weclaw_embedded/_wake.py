@@ -208,8 +208,10 @@ class Timer:
             self._count += 1
             heapq.heappush(self._heap, (when_s, self._count, function))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                # Known only once it runs: Ctrl-C may come between any two of these lines.
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
             elif self._heap[0][1] == self._count:
                 self._condition.notify()
 

@@ -27,7 +27,10 @@ def main() -> None:
             "pip install 'weclaw-embedded[cli]'\n"
         )
         sys.exit(1)
-    from weclaw_embedded.cli._app import run
+    try:
+        from weclaw_embedded.cli._app import run
+    except KeyboardInterrupt:  # Ctrl-C before we have begun
+        sys.exit(130)
 
     # A terminal that can't show a sign gets its code, not an error in the middle of a table.
     for stream in (sys.stdout, sys.stderr):

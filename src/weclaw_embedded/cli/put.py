@@ -91,6 +91,7 @@ def put(
                         common.print_json({"id": message_id}, indent=None)
                 if fault is not None:
                     break
+            update(total=total)
     if fault is not None:
         common.fail(
             f"{fault}; the {common.count(total, 'message')} before it are put; correct it and put "

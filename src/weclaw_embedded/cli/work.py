@@ -149,7 +149,10 @@ def _watched(worker: weclaw.Worker, queue: weclaw.Queue, *, drain: bool) -> Iter
         finally:
             over.set()
             thread.join()
-            update(completed=worker.done)
+            with contextlib.suppress(weclaw.StorageError, weclaw.ClosedError):
+                stats = queue.stats()
+                left = stats.ready + stats.delayed + stats.leased
+                update(completed=worker.done, total=worker.done + left)
 
 
 def _load(spec: str) -> Handler:
