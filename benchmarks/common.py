@@ -200,16 +200,16 @@ def p50_us(call: Callable[[Body], Any], seconds: float) -> float:
 class Calm:
     """Says how much a turn was disturbed by what else the machine does: 1 is not at all.
 
-    Looks at the floor, and at a file that grows: others of the file system have to move for that,
-    which a busy machine keeps waiting when it doesn't the floor.
+    Looks at the floor, and at the yardstick: files that grow need others of the file system to
+    move, which a busy machine keeps waiting when it doesn't the floor.
     """
 
     LIMIT: Final = 1.8
 
     def __init__(self, folder: str) -> None:
         floor = Floor(os.path.join(folder, "calm"))
-        self._growing = os.open(os.path.join(folder, "grows"), os.O_WRONLY | os.O_CREAT, 0o600)
-        self._probes: list[Callable[[Body], None]] = [floor.put, self._grow]
+        yardstick = Yardstick(os.path.join(folder, "calm.db"))
+        self._probes: list[Callable[[Body], None]] = [floor.put, yardstick.put]
         self._best_us = [min(p50_us(put, 0.03) for _ in range(5)) for put in self._probes]
         self.turns = self.disturbed = 0
 
@@ -226,13 +226,9 @@ class Calm:
         waited = (_waited_s() - waited_s) / (time.perf_counter() - start)
         return max(before, self._look()) * (1 + 2 * waited), found
 
-    def _grow(self, body: Body) -> None:
-        os.write(self._growing, msgpack.packb(body))
-        os.fdatasync(self._growing)
-
     def _look(self) -> float:
         """The slowest probe, as a multiple of its best."""
-        found_us = [p50_us(put, 0.01) for put in self._probes]
+        found_us = [p50_us(put, 0.02) for put in self._probes]
         self._best_us = [min(pair) for pair in zip(self._best_us, found_us, strict=True)]
         return max(us / best for us, best in zip(found_us, self._best_us, strict=True))
 
