@@ -2,9 +2,10 @@
 
     python tests/fuzz/atheris_target.py record corpus/ -max_total_time=3600
 
-The first argument is one of the targets (header slot envelopes record value body file frames said);
-the others are libFuzzer's. What crashes is kept by libFuzzer as crash-…; try it again with that
-file as the only argument after the target. Bytes that found a defect become a test in test_fuzz.py.
+The first argument is one of the targets (header slot envelopes record stream value body file frames
+said); the others are libFuzzer's. What crashes is kept by libFuzzer as crash-…; try it again with
+that file as the only argument after the target. Bytes that found a defect become a test in
+test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 
 def main() -> None:
-    names = ["header", "slot", "envelopes", "record", "value", "body", "file", "frames", "said"]
+    names = ["header", "slot", "envelopes", "record", "stream", "value", "body"]
+    names += ["file", "frames", "said"]
     if len(sys.argv) < 2 or sys.argv[1] not in names:
         sys.exit(f"usage: {sys.argv[0]} {{{','.join(names)}}} [libFuzzer options]")
     try:

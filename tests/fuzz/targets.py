@@ -14,7 +14,7 @@ from pathlib import Path
 from zlib import crc32
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _codecs, _files, _format, _records, _values, wal
+from weclaw_embedded import _codecs, _files, _format, _records, _stream, _values, wal
 from weclaw_embedded._records import unpack, unpack_put
 
 SEGMENT = 65536
@@ -61,6 +61,30 @@ def record(data: bytes) -> None:
                     content.body,
                     codec="msgpack",
                 )
+
+
+def stream(data: bytes) -> None:
+    """What the two ends of a replica send each other, cut anyhow, with its checksum and without."""
+    readers = (
+        _stream.unpack_hello,
+        _stream.unpack_state,
+        _stream.unpack_begin,
+        _stream.unpack_data,
+        _stream.unpack_offset,
+        _stream.unpack_refused,
+        _stream.unpack_end,
+    )
+    for reader in readers:
+        with contextlib.suppress(_stream.StreamError):
+            reader(data)
+    whole = _stream.message(0, data[0], data[1:]) if data else b""
+    for sent in (data, whole, whole + data):
+        incoming = _stream.Incoming()
+        with contextlib.suppress(_stream.StreamError):
+            for at in range(0, len(sent), 7):
+                incoming.add(sent[at : at + 7])
+                while incoming.next() is not None:
+                    pass
 
 
 def value(data: bytes) -> None:
@@ -187,6 +211,7 @@ TARGETS: Sequence[Callable[[bytes], None]] = (
     slot,
     envelopes,
     record,
+    stream,
     value,
     body,
     file,
