@@ -352,6 +352,8 @@ def test_every_confirmed_put_outlives_the_primary(tmp_path: Path, copy: Path, se
     for turn in range(3):
         children = [Child(produce, str(path), f"{turn}-{n}", {}) for n in range(2)]
         children.append(Child(consume, str(path)))
+        for child in children:
+            assert child.hear() == "open"
         for _ in range(rng.randrange(3)):
             time.sleep(rng.uniform(0.05, 0.4))
             found = receivers(copy)
@@ -851,6 +853,68 @@ def test_the_replica_belongs_to_the_file(
     q = open_queue()
     assert q.stats().replica_lag is None
     assert receivers(copy) == receivers(other) == []
+
+
+def test_a_backup_has_no_replica(open_queue: Callable[..., Any], path: Path, copy: Path) -> None:
+    """It is a queue of its own, and does not write into the original's copy."""
+    q = open_queue(replica=copy)
+    q.put(1)
+    backup = path.with_name("backup.wq")
+    q._store.backup(backup)
+    q.close()
+    own = open_queue(at=backup)
+    own.put(2)
+    assert own.stats().replica_lag is None
+    own.close()
+    same(path, copy)
+
+
+def test_a_normal_end_brings_the_copy_level(path: Path, copy: Path) -> None:
+    """Also without a close, and also when the process that fed it ended earlier."""
+
+    def put(pipe, path, copy):
+        q = weclaw.Queue(path, replica=copy, sync_replica=False)
+        q.put_many(list(range(1000)))
+        pipe.send("put")
+        pipe.recv()
+
+    children = [Child(put, str(path), str(copy)) for _ in range(2)]
+    for child in children:
+        assert child.hear() == "put"
+    for child in children:
+        child.say("end")
+        child.wait()
+        child.close()
+    eventually(lambda: not is_received(copy))
+    same(path, copy)
+    assert sorted(bodies(copy)) == sorted([*range(1000), *range(1000)])
+
+
+def test_a_put_of_the_same_id_waits_for_the_replica_too(
+    open_queue: Callable[..., Any], copy: Path
+) -> None:
+    """What somebody else put under the id may be taken back yet."""
+    q = open_queue(replica=copy, replica_timeout=1.0)
+    q.put(0)
+    pid = send_signal(copy, signal.SIGSTOP)
+    errors: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            q.put("x", id="mine")
+        except weclaw.ReplicaUnavailableError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=put) for _ in range(2)]
+    threads[0].start()
+    time.sleep(0.6)
+    threads[1].start()
+    time.sleep(0.6)
+    os.kill(pid, signal.SIGCONT)
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert q.status("mine") == "unknown"
 
 
 def test_the_environment_names_a_replica(

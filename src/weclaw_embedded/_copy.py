@@ -83,6 +83,7 @@ class Copy:
         self.temporary = temporary  # the name it has until it takes its place
         self.empty = temporary is not None  # no segment yet
         self.old: Copy | None = None  # what it will take the place of
+        self._prepared = False  # for the next segment
 
     @classmethod
     def open(cls, path: str, patience_s: float) -> Copy | None:
@@ -221,6 +222,7 @@ class Copy:
         _files.write_at(self.fd, [packed], position)
         log.state.slots[slot] = number + 1
         log.taken.discard(slot)
+        self._prepared = False
         words[LAST] = number
         words[TAIL] = (number << log.bits) + SLOT_BYTES
         log.forget()
@@ -262,7 +264,10 @@ class Copy:
 
     def prepare(self) -> None:
         """Have a zeroed slot ready, so that a segment begins without waiting for one."""
-        if not self.empty and not self.log.count_spares():
+        if self._prepared or self.empty:
+            return
+        self._prepared = True
+        if not self.log.count_spares():
             self.log.prepare_spare()
             _files.sync_data(self.fd)
 

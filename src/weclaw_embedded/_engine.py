@@ -22,6 +22,7 @@ It must not know what the records mean, beyond handing them to the index.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -88,6 +89,8 @@ logger = logging.getLogger("weclaw_embedded")
 OS, BATCH, SYNC, REPLICA = range(4)
 POLICIES: Final = {"os": OS, "batch": BATCH, "sync": SYNC}
 ALL: Final = (1 << 64) - 1
+# What is recorded beside the replica: the store whose replica it is.
+REPLICA_OF: Final = "replica_of"
 # What the file records for "no limit"; nothing at all stands for the default.
 _NO_LIMIT: Final = "none"
 # How long a waiter sleeps before it looks whether the owner of a lease has died.
@@ -173,6 +176,9 @@ class Session:
             self._apply(self._tx)  # at once: the next look must see it
         return offsets
 
+    def confirm(self, until: int) -> None:
+        """Wait for the replica, if there is one that is waited for."""
+
     def take_puts(self) -> list[int] | None:
         """What the operation put, if that has to be taken back when a replica does not confirm."""
         return None
@@ -218,7 +224,6 @@ class Session:
         else:
             if self._applied < len(self._appended):
                 self._apply(tx)
-            self._tx = None
             try:
                 frame, checksum = self.log.last_frame
                 tx.commit(self.page.words[TAIL], checksum, frame)
@@ -226,6 +231,8 @@ class Session:
                 # The log has it all. Whoever looks next applies it again.
                 logger.debug("index not written, the log is ahead of it: %s", error)
                 is_indexed = False
+            # Not before: when Ctrl-C comes here, `abort` is to end it.
+            self._tx = None
         if is_indexed:
             # Not before the index has what it was told: it must never be behind the log's head.
             for step in self.after_write:
@@ -266,6 +273,13 @@ class Job:
         self.result: Any = None
         self.error: Exception | None = None
         self.must_sync = False
+
+
+@functools.cache
+def _session_maker() -> Callable[[Engine, int], Session]:
+    from ._replication import session_of
+
+    return session_of
 
 
 def _recorded(value: Any) -> Any:
@@ -382,7 +396,7 @@ class Engine:
         if session.must_sync:
             self.durable(tail)
             if session.replicated:
-                self._confirm(session, tail)
+                session.confirm(tail)
         return result
 
     def execute_many(self, jobs: Sequence[Job]) -> int:
@@ -443,17 +457,7 @@ class Engine:
             self.log.heal()
             words[SYNC_HIGH] = min(words[SYNC_HIGH], words[TAIL])
         mode = words[REPLICATION]
-        return self._session_of(mode) if mode else Session(self)
-
-    def _session_of(self, mode: int) -> Session:
-        from ._replication import session_of
-
-        return session_of(self, mode)
-
-    def _confirm(self, session: Session, until: int) -> None:
-        from ._replication import confirm
-
-        confirm(self, session, until)
+        return _session_maker()(self, mode) if mode else Session(self)
 
     def _take_pokes(self, session: Session) -> list[tuple[bytes, list[int]]]:
         pokes = []
@@ -568,20 +572,23 @@ class Engine:
             if words[COMMIT] >= until:
                 return
             waiter = None
-            with self._sync_lock:
-                if self._syncing:
-                    waiter = threading.Lock()
-                    waiter.acquire()
-                    self._sync_waiters.append((until, waiter))
-                else:
-                    self._syncing = True
+            leads = False
+            try:
+                with self._sync_lock:
+                    if self._syncing:
+                        waiter = threading.Lock()
+                        waiter.acquire()
+                        self._sync_waiters.append((until, waiter))
+                    else:
+                        # In this order: Ctrl-C in between must not leave a sync that nobody does.
+                        leads = self._syncing = True
+                if leads:
+                    self._sync_once()
+            finally:
+                if leads:
+                    self._end_sync()
             if waiter is not None:
                 waiter.acquire()
-                continue
-            try:
-                self._sync_once()
-            finally:
-                self._end_sync()
 
     def _end_sync(self) -> None:
         """Answer those who are served, and let one of the others do the next sync."""
@@ -784,9 +791,12 @@ class Engine:
                 return options.replica_timeout
         return float(DEFAULTS["replica_timeout"])
 
-    def chose(self, name: str) -> bool:
+    def chose(self, name: str, *, environment: bool = True) -> bool:
         """Whether a handle of this process gave the option, or its environment does."""
-        return any(options.chosen(name) for options in self._adopted)
+        return any(
+            name in options.given or (environment and name in options.environment)
+            for options in self._adopted
+        )
 
     @property
     def replicates(self) -> bool:
@@ -913,6 +923,9 @@ class Engine:
             for name in RECORDED_OPTIONS
             if name in options.given
         }
+        if "replica" in given:
+            # So that a backup, which is another store, does not take it for its own.
+            given[REPLICA_OF] = self.header.store_id
         if given:
             self.change_options(given, SYNC)
         self._adopted.append(options)
@@ -947,6 +960,8 @@ class Engine:
             self.options_seen = seen
         chosen = self._adopted[-1] if self._adopted else None
         effective: dict[str, Any] = {}
+        if recorded.get(REPLICA_OF, self.header.store_id) != self.header.store_id:
+            recorded = {name: value for name, value in recorded.items() if name != "replica"}
         for name in RECORDED_OPTIONS:
             if chosen is not None and name in chosen.environment:
                 effective[name] = getattr(chosen, name)
@@ -1000,9 +1015,9 @@ class Engine:
                 with contextlib.suppress(StoreFailedError, DiskFullError, FencedError):
                     self.execute(self._leave)
                     self.flush()
+        finally:
             if self.replication is not None:
                 self.replication.close()
-        finally:
             self.timer.close()
             self.renewals.close()
             self.waker.close()

@@ -38,6 +38,7 @@ Address = str | tuple[str, ...]
 ERRORS_NAME: Final = "replica.err"
 _CONNECT_S: Final = 30.0
 _END_PATIENCE_S: Final = 1.0
+_LOOK_S: Final = 0.1  # how long a wait goes on before it is seen that the store closes
 _SYNC_EVERY: Final = 8 << 20  # bytes sent between two confirmations while catching up
 _PROGRAM: Final = (
     "import sys; sys.path[:] = filter(None, sys.path); "
@@ -186,7 +187,7 @@ class Channel:
                 raise LinkDownError("closing")
             if time.monotonic() >= until_s:
                 raise LinkDownError(f"the receiver did not answer in time{self._last_words()}")
-            self.wait(min(0.1, until_s - time.monotonic()))
+            self.wait(min(_LOOK_S, until_s - time.monotonic()))
 
     def take(self) -> bytes | None:
         """The next message of the receiver that is there already."""
@@ -307,7 +308,7 @@ class Link:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or self._stopping():
                 return False
-            channel.wait(left_s)
+            channel.wait(min(left_s, _LOOK_S))
 
     def _send_next(self, target: int, announced: int) -> bool:
         """Send one message more; False when there is nothing more to send."""

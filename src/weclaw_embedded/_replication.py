@@ -124,10 +124,15 @@ class ReplicatedSession(Session):
             return super().append(records, puts=puts, spare=spare, flags=flags)
         offsets = super().append(records, REPLICA, puts=puts, spare=spare, flags=flags)
         self.must_sync = True
-        kinds = [record[0][0] for record in records]
-        if puts and _records.ACK not in kinds:
-            made = [o for o, kind in zip(offsets, kinds, strict=True) if kind == _records.PUT]
-            self.puts = (self.puts or []) + made
+        if puts and len(offsets) == 1 and self.puts is None:
+            self.puts = offsets
+        elif puts and records[0][0][0] != _records.ACK:  # acks go before the puts they belong to
+            made = [
+                offset
+                for offset, record in zip(offsets, records, strict=True)
+                if record[0][0] == _records.PUT
+            ]
+            self.puts = made if self.puts is None else self.puts + made
         else:
             self.settles = True
         return offsets
@@ -141,6 +146,28 @@ class ReplicatedSession(Session):
             if self.must_sync and not (replication is not None and replication.is_feeder):
                 self.page.await_replica(self.engine.slot, end)
         super().finish()
+
+    def confirm(self, until: int) -> None:
+        """Wait for the replica as one call must: a put is taken back when that takes too long, and
+        what settles is done all the same. Raises ReplicaUnavailableError, StoreFailedError.
+        """
+        engine = self.engine
+        puts = self.take_puts()
+        timeout_s = engine.replica_timeout
+        if not wait(engine, until, time.monotonic() + timeout_s):
+            if puts is None:
+                logger.warning(
+                    "%s: the replica did not confirm within %s s; what was settled is settled here",
+                    engine.path,
+                    timeout_s,
+                )
+                return
+            refused = take_back(engine, until, puts)
+            if refused is not None:
+                raise refused
+        if puts is not None and not puts and engine.page.words[VOIDS] != self.voids:
+            # What was there under the id may have been taken back while this call waited.
+            raise unavailable(engine, False)
 
     def take_puts(self) -> list[int] | None:
         """Offsets of what this job put, to be taken back if need be; None for what is done
@@ -195,12 +222,14 @@ class CopySession(Session):
 
 def session_of(engine: Engine, mode: int) -> Session:
     """The kind of session for a file with this REPLICATION word."""
-    if mode & IS_FENCED:
-        return FencedSession(engine)
-    if mode & IS_COPY:
-        return CopySession(engine)
-    if mode & WANTED and engine.replication is None:
+    if engine.replication is None:
+        if mode & IS_FENCED:
+            return FencedSession(engine)
+        if mode & IS_COPY:
+            return CopySession(engine)
         engine.timer.call_at(0.0, lambda: follow(engine))
+    elif mode & IS_FENCED:
+        return FencedSession(engine)
     return ReplicatedSession(engine) if mode & SYNC_WANTED else Session(engine)
 
 
@@ -226,12 +255,12 @@ def configure(engine: Engine) -> None:
             stop(engine)
         return
     if isinstance(address, str) and os.path.realpath(address) == os.path.realpath(engine.path):
-        if engine.chose("replica"):
+        if engine.chose("replica", environment=False):
             raise ValueError(
                 f"replica={address!r} is the file itself; nothing was opened; name another place"
             )
         logger.warning(
-            "%s records itself as its replica, so it was a copy once; it works without one",
+            "%s is named as its own replica (perhaps it was a copy once); it works without one",
             engine.path,
         )
         return
@@ -415,11 +444,10 @@ class Replication:
 
     def _wake(self, target: int) -> None:
         """Let those go who have what they wait for, and one more, who may lead the next round."""
+        if not self._waiting:  # whoever comes to wait now looks once more after that
+            return
         with self._waiting_lock:
-            waiting = self._waiting
-            if not waiting:
-                return
-            self._waiting = []
+            waiting, self._waiting = self._waiting, []
             leader_found = bool(target)
             for until, waiter in waiting:
                 if until <= target or not leader_found:
@@ -649,13 +677,15 @@ class Replication:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop taking part. The receiver goes on to the end with `finish`."""
+        """Stop taking part. The receiver goes on to the end with `finish`. No lock is held."""
         self._stopping = True
         self._stop.set()
         self.wake_feeder()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        # For good: from here on the link is `finish`'s alone.
+        self._round.acquire()
         self._engine.waker.discard(self._waker_hook)
         with self._waiting_lock:
             waiting, self._waiting = self._waiting, []
@@ -724,8 +754,10 @@ def wait(engine: Engine, until: int, until_s: float) -> bool:
     """Wait until the replica has everything below `until`; False when the time is over. Raises
     StoreFailedError, FencedError, ClosedError.
     """
-    follow(engine)
     replication: Replication | None = engine.replication
+    if replication is None:
+        follow(engine)
+        replication = engine.replication
     if replication is None:
         if not engine.replicates:
             return True
@@ -770,26 +802,3 @@ def unavailable(engine: Engine, taken_back: bool) -> ReplicaUnavailableError:
         f"the replica of {engine.path} did not confirm within {engine.replica_timeout} s{reason}; "
         f"{what}; put again later, or open the file with sync_replica=False"
     )
-
-
-def confirm(engine: Engine, session: Session, until: int) -> None:
-    """Wait for the replica as one call must: a put is taken back when that takes too long, and
-    what settles is done all the same. Raises ReplicaUnavailableError, StoreFailedError.
-    """
-    assert isinstance(session, ReplicatedSession), "the others wait for nothing"
-    puts = session.take_puts()
-    timeout_s = engine.replica_timeout
-    if not wait(engine, until, time.monotonic() + timeout_s):
-        if puts is None:
-            logger.warning(
-                "%s: the replica did not confirm within %s s; what was settled is settled here",
-                engine.path,
-                timeout_s,
-            )
-            return
-        refused = take_back(engine, until, puts)
-        if refused is not None:
-            raise refused
-    if puts is not None and not puts and engine.page.words[VOIDS] != session.voids:
-        # What was there under the id may have been taken back while this call waited.
-        raise unavailable(engine, False)

@@ -195,7 +195,7 @@ class Incoming:
         end = _HEAD.size + length
         if len(buffer) < end:
             return None
-        body = bytes(buffer[_HEAD.size : end])
+        body = bytes(memoryview(buffer)[_HEAD.size : end])
         if crc32(body, self._number & 0xFFFFFFFF) != crc:
             raise StreamError(f"message {self._number} came garbled: its checksum is wrong")
         del buffer[:end]
