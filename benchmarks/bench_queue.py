@@ -483,7 +483,7 @@ def _at_backlogs(run: Run, paths: dict[int, str], flush: str) -> Samples:
 
 
 def bench_backlog(run: Run) -> Iterator[Row]:
-    sizes = [1000, 100_000]
+    sizes = [1000, 100_000] if run.quick else [1000, 10_000, 100_000]
     if run.full:
         sizes += [1_000_000, 10_000_000]
     paths = {}

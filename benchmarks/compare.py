@@ -4,8 +4,10 @@
     python benchmarks/compare.py main~5 main --runs 7 --bench batch --bench processes
 
 Both are measured by the benchmarks as they are here, taking turns; the library comes from a work
-tree of each commit that is gone afterwards. A row has changed when no run of one commit lies among
-the runs of the other, and their medians differ by more than --noise.
+tree of each commit that is gone afterwards. Of a row's figure and its ratios to the floor and the
+yardstick the one that varies least from run to run of the same commit is compared. It has changed
+when no run of one commit lies among the runs of the other, and their medians differ by more than
+--noise.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 from common import HERE, figure
 
 _ROOT = HERE.parent
-Figures = dict[str, tuple[float, str, bool]]  # value, unit, whether more is better
+Figures = dict[str, dict[str, Any]]  # the rows by their work
 
 
 @contextlib.contextmanager
@@ -45,20 +47,22 @@ def _measure(script: str, source: Path, options: list[str], out: Path) -> Figure
     environ = os.environ | {"PYTHONPATH": str(source)}
     command = [sys.executable, str(HERE / script), "--json", str(out), *options]
     subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
-    figures = {}
-    for row in json.loads(out.read_text())["rows"]:
-        if "floor" in row["work"] or "yardstick" in row["work"]:
-            continue
-        figures[row["work"]] = _figure_of(row)
-    return figures
+    rows = json.loads(out.read_text())["rows"]
+    return {row["work"]: row for row in rows if not row["work"].startswith(("the floor", "the y"))}
 
 
-def _figure_of(row: dict[str, Any]) -> tuple[float, str, bool]:
-    """The row's ratio to the floor where there is one: it says least about the moment."""
-    is_more_better = row["unit"] in ("/s", "×") and "disk" not in row["work"]
-    if row["x_floor"] is not None:
-        return row["x_floor"], "× F", is_more_better
-    return row["value"], row["unit"], is_more_better
+def _spread(runs: list[float]) -> float:
+    middle = statistics.median(runs)
+    return (max(runs) - min(runs)) / middle if middle else 0.0
+
+
+def _steadiest(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
+    """Which figure of a row to compare: the one with least noise, whatever it says."""
+    names = [name for name in ("value", "x_floor", "x_yardstick") if new[0][name] is not None]
+    return min(
+        names,
+        key=lambda name: sum(_spread([row[name] for row in rows]) for rows in (old, new)),
+    )
 
 
 def _verdict(old: list[float], new: list[float], is_more_better: bool, noise: float) -> str:
@@ -95,10 +99,14 @@ def main() -> None:
             print(f"run {turn + 1} of {chosen.runs}", flush=True)
     width = max(len(work) for work in runs["new"][0])
     print(f"\n{'work':{width}}  {'old':>10}  {'new':>10}         change")
-    for work, (_, unit, is_more_better) in runs["new"][0].items():
-        old, new = ([run[work][0] for run in runs[which] if work in run] for which in runs)
-        if not old or not new:
+    for work, row in runs["new"][0].items():
+        old_rows, new_rows = ([run[work] for run in runs[which] if work in run] for which in runs)
+        if not old_rows:
             continue
+        name = _steadiest(old_rows, new_rows)
+        unit = {"x_floor": "× F", "x_yardstick": "× Y"}.get(name, row["unit"])
+        is_more_better = row["unit"] in ("/s", "×") and "disk" not in work
+        old, new = ([each[name] for each in rows] for rows in (old_rows, new_rows))
         before, after = statistics.median(old), statistics.median(new)
         verdict = _verdict(old, new, is_more_better, chosen.noise)
         change = f"{(after / before - 1) * 100:+.0f} %" if before else ""
