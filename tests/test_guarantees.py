@@ -45,7 +45,7 @@ def test_every_reference_to_one_leads_somewhere() -> None:
 
 def test_every_flush_policy_stands_in_the_matrix() -> None:
     """What can be lost is told for each way of flushing and each kind of failure."""
-    from weclaw_embedded._engine import POLICIES
+    from weclaw_embedded._session import POLICIES
 
     matrix = PAGE.partition("## What can be lost or repeated")[2].partition("\n## ")[0]
     told = re.findall(r'^\| `"(\w+)"` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$', matrix, re.MULTILINE)

@@ -35,6 +35,8 @@ LAYERS = [
     ["_opening"],
     ["_copy"],
     ["_feeder", "_receiver"],
+    ["_session"],
+    ["_folding", "_durability", "_file_options"],
     ["_engine"],
     ["_registry", "_readonly", "_delivery", "_replication"],
     ["_queries", "_reclaim", "_mend", "_order"],

@@ -11,17 +11,18 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._engine import BATCH, Engine, Job
+from ._engine import Engine
 from ._io import Written, in_pool, io_of, small_pool
 from ._io_calls import Op
 from ._message import Message, Transaction, describe
+from ._session import BATCH, Job
 from .dlq import DeadLetter, DeadLetterQueue
 from .errors import LeaseLostError
 
 if TYPE_CHECKING:
     import os
 
-    from ._engine import Session
+    from ._session import Session
     from ._wake import Waiter
     from .queue import Queue
 

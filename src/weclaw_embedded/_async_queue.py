@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from . import _delivery, _queries
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
-from ._engine import Engine, Session
+from ._engine import Engine
 from ._io import in_pool, io_of, small_pool
 from ._io_calls import PENDING, Op, PutCall, TakeCall, closed_error
 from ._options import UNSET, Unset, check_count
 from ._queries import Outcome, Stats
+from ._session import Session
 from ._wake import Waiter
 from .errors import ClosedError, DeadLetterError, Empty
 from .queue import Put, Queue, _deadline, _text

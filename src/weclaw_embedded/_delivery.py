@@ -19,10 +19,11 @@ from functools import lru_cache
 from typing import Final
 
 from . import _clock, _records
-from ._engine import ALL, SYNC, Engine, Session
+from ._engine import Engine
 from ._index import GroupState, Pick, Row, Tx
 from ._options import RetryPolicy
 from ._records import DIED, LAPSED, NACK, NEVER, RELEASE, UNDO
+from ._session import ALL, SYNC, Session
 from ._shared import DEAD_SEQ, READY, SETTLED, mask_of
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from .errors import Full, LeaseLostError, MessageTooLargeError

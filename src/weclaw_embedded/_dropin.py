@@ -30,9 +30,10 @@ from typing import Any, Final
 
 from . import _codecs, _delivery, _records
 from ._delivery import Encoded, Lease, Taken
-from ._engine import Engine, Session
+from ._engine import Engine
 from ._message import Content, Message
 from ._order import Entry, Newest, Order
+from ._session import Session
 from ._store import open as open_store
 from ._wake import Waiter
 from .errors import LeaseLostError, SerializationError, ShutDown

@@ -63,7 +63,7 @@ class Tx(Fold, Ask):
     def clear(self) -> None:
         """Empty the index, to be folded anew: what it had is of no use any more."""
         txn = self._txn
-        assert txn is not None and self.main is not None, "no transaction is open"
+        assert txn is not None, "no transaction is open"
         txn.drop(self.main, delete=False)
         self._forget()
         self._chunks.clear()
@@ -145,7 +145,8 @@ class Index:
         The same object comes every time, armed anew.
         """
         tx = self._tx
-        assert not tx.open, "a transaction is open already"
+        if tx.open:
+            tx.abort()  # Ctrl-C came between its beginning and somebody's having it
         if self._begun % CHECK_EVERY == 0 or tx._map_full:
             self._make_room(grow=tx._map_full)
             tx._map_full = False

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _delivery
 from ._delivery import Encoded, Lease, NoRoom, Taken
-from ._engine import BATCH, Engine, Job, Session
+from ._engine import Engine
 from ._io_calls import (
     PENDING,
     Call,
@@ -49,6 +49,7 @@ from ._io_calls import (
     closed_error,
     copy_of,
 )
+from ._session import BATCH, Job, Session
 from ._shared import FAILED, SYNC_HIGH
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from .errors import ClosedError, DiskFullError, Full, LeaseLostError, StoreFailedError

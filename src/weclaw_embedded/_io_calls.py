@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from . import _delivery
 from ._delivery import Encoded, Lease, Taken
-from ._engine import Engine, Job, Session
+from ._engine import Engine
+from ._session import Job, Session
 from ._wake import Waiter
 from .errors import ClosedError
 

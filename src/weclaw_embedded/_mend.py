@@ -14,7 +14,7 @@ import secrets
 from typing import Final
 
 from . import _clock, _delivery, _files
-from ._engine import Engine, Session
+from ._engine import Engine
 from ._format import (
     ENVELOPE,
     ENVELOPE_BYTES,
@@ -31,6 +31,7 @@ from ._format import (
     part_checksum,
 )
 from ._records import SKIPPABLE
+from ._session import Session
 from .errors import StorageError
 from .wal import HEAD, LAST, TAIL, Log
 

@@ -214,6 +214,7 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
     commit = 0 if old is None else old.words[COMMIT]
     near = 0 if old is None else old.words[LAST_FRAME]
     shift = None if old is None else old.shift
+    replica = [] if old is None else old.replica_words()
     if old is not None:
         old.close()
     _make_directory(directory, fd)
@@ -231,6 +232,7 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
             _files.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.
         page.shift = _new_shift(log) if shift is None else shift
+        page.keep_replica_words(replica)
         slot, token = take_owner_slot(fd, page)
         # Last of all: whoever finds the stamp takes the rest for true.
         page.stamp(header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd))

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from . import _delivery, _records
-from ._engine import Session
 from ._index import GroupState, Pick
 from ._records import META_DUE_US, META_EXPIRY_US, META_KEY
+from ._session import Session
 from .errors import CorruptError
 from .wal import TAIL
 

@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 
 from . import _delivery, _records
 from ._delivery import Address, own_id, place
-from ._engine import SYNC, Session
 from ._index import GroupState
 from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD
+from ._session import SYNC, Session
 from ._shared import mask_of
 from ._wake import Waiter
 from .errors import CorruptError

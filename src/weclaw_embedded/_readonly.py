@@ -20,10 +20,11 @@ from typing import Any, Concatenate, TypeVar
 from typing_extensions import ParamSpec
 
 from . import _clock, _files
-from ._engine import Engine, Record, Session
+from ._engine import Engine
 from ._index import Index, Tx
 from ._opening import IN_USE, OWNER, PAGE_NAME, attach_page, read_header, scratch_of
 from ._options import StoreOptions
+from ._session import Record, Session
 from ._shared import DEAD_SEQ, SHIFT
 from ._wake import Timer, Waker
 from .errors import ClosedError, StorageError

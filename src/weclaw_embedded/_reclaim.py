@@ -21,9 +21,10 @@ from typing import Final
 
 from . import _records
 from ._delivery import place
-from ._engine import UPKEEP_S, Engine, Session
+from ._engine import UPKEEP_S, Engine
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
+from ._session import Session
 from .errors import CorruptError
 from .wal import HEAD, LAST
 

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import _files, _records
 from ._copy import write_role
-from ._engine import ALL, REPLICA, Session
 from ._feeder import (
     ERRORS_NAME,
     Address,
@@ -47,6 +46,7 @@ from ._feeder import (
 )
 from ._format import FENCED, PRIMARY
 from ._opening import FEEDER, WRITE
+from ._session import ALL, REPLICA, Session
 from ._shared import (
     FAILED,
     FEED_PIPE,
@@ -253,6 +253,8 @@ def configure(engine: Engine) -> None:
             _set_mode(engine, 0)
             _files.unlink(os.path.join(engine.directory, RECORD_NAME))
             stop(engine)
+        if not words[REPLICATION] & WANTED:
+            words[REPLICA_HIGH] = 0  # whoever promised a replica is gone, and so is that
         return
     if isinstance(address, str) and os.path.realpath(address) == os.path.realpath(engine.path):
         if engine.chose("replica", environment=False):
@@ -481,7 +483,8 @@ class Replication:
                 # Given up, fenced or failed: whoever is to feed again begins anew.
                 self._stopping = True
                 self.is_feeder = False
-                self.finish(False)
+                with self._round:
+                    self.finish(False)
                 _files.unlock(engine.fd, FEEDER)
                 if engine.replication is self:
                     engine.replication = None
@@ -718,6 +721,8 @@ class Replication:
         finally:
             link, self._link = self._link, None
             if link is not None:
+                if self.is_feeder or last:
+                    words[REPLICA_AT] = link.acked  # nobody else feeds before our lock is gone
                 if link.acked < words[COMMIT]:
                     logger.warning(
                         "%s: closed with the replica %d bytes behind",

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from . import _files
-from .wal import COMMIT, LAST, LogState
+from .wal import COMMIT, LAST, TAIL, LogState
 
 PAGE_VERSION: Final = 1
 MAX_OWNERS: Final = 1024
@@ -203,6 +203,20 @@ class SharedPage(LogState):
         if words[REPLICATED] >= words[REPLICA_HIGH]:
             words[FIRST_REPLICA] = start
         words[REPLICA_HIGH] = end
+
+    def replica_words(self) -> list[int]:
+        """What is known of the replica, for the page that follows this one in the same boot."""
+        words = self.words
+        promised = words[REPLICA_HIGH] if words[REPLICATION] & SYNC_WANTED else 0
+        return [words[REPLICATED], words[REPLICA_AT], promised, words[FIRST_REPLICA]]
+
+    def keep_replica_words(self, known: list[int]) -> None:
+        """Take over what `replica_words` gave, as far as the log goes."""
+        words = self.words
+        for word, value in zip(
+            (REPLICATED, REPLICA_AT, REPLICA_HIGH, FIRST_REPLICA), known, strict=False
+        ):
+            words[word] = min(value, words[TAIL])
 
     def await_replica(self, slot: int, until: int) -> None:
         """Note that the owner of `slot` waits until the replica has everything below `until`. The

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _queries, _records, _registry
-from ._engine import POLICIES, SYNC, Engine, Session
+from ._engine import Engine
 from ._format import DEFAULT_SEGMENT_BYTES
 from ._mend import backup, repair
 from ._options import (
@@ -28,6 +28,7 @@ from ._options import (
 )
 from ._queries import GroupInfo
 from ._restore import restore_damaged, restore_missing
+from ._session import POLICIES, SYNC, Session
 from ._shared import mask_of
 from .errors import ClosedError, CorruptError, NotAQueueError, StorageError
 from .queue import Queue

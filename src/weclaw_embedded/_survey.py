@@ -17,7 +17,7 @@ from ._records import NEVER
 from .errors import CorruptError
 
 if TYPE_CHECKING:
-    from ._engine import Session
+    from ._session import Session
     from ._store import Store
     from .dlq import DeadLetter
     from .queue import Queue

@@ -24,9 +24,10 @@ from ._async import write_now
 from ._async_queue import AsyncQueue
 from ._delivery import Encoded, Lease, NoRoom, Taken
 from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
-from ._engine import BATCH, OS, SYNC, Engine, Job, Session
+from ._engine import Engine
 from ._io import io_of
 from ._io_calls import PENDING, Call, Op, PutCall, TakeCall, closed_error
+from ._session import BATCH, OS, SYNC, Job, Session
 from ._wake import Waiter
 from .errors import ClosedError, Empty, Full, ShutDown
 

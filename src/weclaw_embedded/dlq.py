@@ -16,17 +16,17 @@ from itertools import islice
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import _files, _records
-from ._engine import SYNC
 from ._jsonable import dumps, jsonable
 from ._message import Content, to_datetime
 from ._options import check_count
 from ._queries import is_dead
 from ._records import META_TTL_US
+from ._session import SYNC
 from ._shared import mask_of
 
 if TYPE_CHECKING:
-    from ._engine import Session
     from ._index import Row
+    from ._session import Session
     from .queue import Queue
 
 # Letters of one REDRIVE or PURGE_DEAD record, so that a frame stays small.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _codecs, _delivery, _queries, _values
 from ._delivery import Address, Encoded, Lease, NoBytes, NoRoom, Taken, new_waiter
-from ._engine import POLICIES, Engine, Session
+from ._engine import Engine
 from ._message import Content, Message, Transaction, clip
 from ._options import (
     UNSET,
@@ -34,6 +34,7 @@ from ._options import (
 from ._queries import Stats
 from ._reclaim import make_room
 from ._records import group_id, key_hash
+from ._session import POLICIES, Session
 from ._shared import READY, SETTLED
 from ._wake import Waiter
 from .dlq import DeadLetterQueue

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from . import _delivery, _dropin, errors
 from ._delivery import Lease, NoRoom, Taken, new_waiter
 from ._dropin import FIFO, LIFO, PRIORITY, Core
-from ._engine import BATCH, Engine, Session
+from ._engine import Engine
+from ._session import BATCH, Session
 from ._shared import READY, SETTLED
 from ._wake import Waiter
 from .errors import ClosedError

@@ -1,0 +1,207 @@
+"""Making durable: one sync for all who wait, and what a sync that failed means for everybody.
+
+Role: the part of the engine that calls fdatasync, publishes the commit point and answers. No lock
+is held over a sync; one sync answers everybody whose frames were written before it began. After
+one failed write or sync nothing is promised any more until all have closed, and the same goes for
+a file or scratch folder that is not where it was opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+
+from . import _files
+from ._opening import WRITE
+from ._session import ALL
+from ._shared import (
+    FAILED,
+    FEED_PIPE,
+    FEEDER_SLEEPS,
+    READY,
+    REPLICATION,
+    SYNC_WANTED,
+    WAITERS,
+    SharedPage,
+)
+from ._wake import FEED_BYTE, READY_BYTE, Timer, Waker
+from .errors import ClosedError, StoreFailedError
+from .wal import COMMIT, TAIL, Log
+
+logger = logging.getLogger("weclaw_embedded")
+
+
+def poll_of(fd: int) -> select.poll | None:
+    if fd < 0:
+        return None
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return poll
+
+
+class Durability:
+    """What `Engine` inherits to sync, and to stop when that fails."""
+
+    path: str
+    fd: int
+    page: SharedPage
+    log: Log
+    slot: int
+    closed: bool
+    waker: Waker
+    timer: Timer
+    _lock: threading.Lock
+    _sync_lock: threading.Lock
+    _syncing: bool
+    _sync_waiters: list[tuple[int, threading.Lock]]
+    _failure: str | None
+    _identity: tuple[int, ...]
+    _watch_fd: int
+    _sync_watch: select.poll | None
+    _flush_due: bool
+    _unsynced: int
+
+    def durable(self, until: int) -> None:
+        """Return once everything below `until` is on stable storage. Shared by all who wait.
+
+        Raises StoreFailedError. Holds no lock while it syncs; one sync answers everybody whose
+        frames were written before it began.
+        """
+        words = self.page.words
+        while True:
+            if words[FAILED] or self._failure:
+                raise self._failed()
+            if words[COMMIT] >= until:
+                return
+            waiter = None
+            leads = False
+            try:
+                with self._sync_lock:
+                    if self._syncing:
+                        waiter = threading.Lock()
+                        waiter.acquire()
+                        self._sync_waiters.append((until, waiter))
+                    else:
+                        # In this order: Ctrl-C in between must not leave a sync that nobody does.
+                        leads = self._syncing = True
+                if leads:
+                    self._sync_once()
+            finally:
+                if leads:
+                    self._end_sync()
+            if waiter is not None:
+                waiter.acquire()
+
+    def _end_sync(self) -> None:
+        """Answer those who are served, and let one of the others do the next sync."""
+        commit = self.page.words[COMMIT]
+        failed = self.page.words[FAILED] or self._failure
+        with self._sync_lock:
+            self._syncing = False
+            waiting, self._sync_waiters = self._sync_waiters, []
+            leader_found = False
+            for until, waiter in waiting:
+                if until <= commit or failed or not leader_found:
+                    leader_found = leader_found or (until > commit and not failed)
+                    waiter.release()
+                else:
+                    self._sync_waiters.append((until, waiter))
+
+    def _sync_once(self) -> None:
+        """fdatasync, then publish the commit point under the lock and wake who waited for it."""
+        words = self.page.words
+        target = words[TAIL]
+        self._unsynced = 0
+        self.sync_file()
+        self._check_place_if_moved(self._sync_watch)
+        pokes: list[int] = []
+        with self._lock:
+            try:
+                _files.lock(self.fd, WRITE, True)
+                if words[FAILED]:
+                    raise self._failed()
+                if words[COMMIT] < target:
+                    words[COMMIT] = target
+                    if words[WAITERS]:
+                        pokes = self.page.take_waiting(READY, ALL)
+                feeder = words[FEEDER_SLEEPS]
+            finally:
+                _files.unlock(self.fd, WRITE)
+        if pokes:
+            self.waker.poke(pokes, READY_BYTE)
+        # Where whoever waits for the replica leads the round himself, nobody else is woken for it.
+        if feeder and not (feeder == self.slot + 1 and words[REPLICATION] & SYNC_WANTED):
+            words[FEEDER_SLEEPS] = 0
+            self.waker.poke([FEED_PIPE], FEED_BYTE)
+
+    def sync_file(self) -> None:
+        """fdatasync, and nothing else. Raises StoreFailedError, and then every process stops."""
+        try:
+            self.log.sync()
+        except OSError as error:
+            raise self.fail(f"a sync failed: {error}") from error
+
+    def flush(self) -> None:
+        """Everything written so far is on stable storage when this returns."""
+        self.durable(self.page.words[TAIL])
+
+    def flush_later(self, interval_ms: float, messages: int, count: int) -> None:
+        """Promise of `batch`: a sync after `interval_ms` or `messages`, whichever is first."""
+        self._unsynced += count
+        if self._unsynced >= messages:
+            self._unsynced = 0
+            self.timer.call_at(0.0, self._flush_quietly)
+        elif not self._flush_due:
+            self._flush_due = True
+            self.timer.call_at(time.monotonic() + interval_ms / 1000, self._timed_flush)
+
+    def _timed_flush(self) -> None:
+        self._flush_due = False
+        self._flush_quietly()
+
+    def _flush_quietly(self) -> None:
+        # The failure is in the shared page by now: every later call says it.
+        with contextlib.suppress(StoreFailedError, ClosedError):
+            if not self.closed:
+                self.flush()
+
+    # -- failure ------------------------------------------------------------------------------
+
+    def fail(self, what: str) -> StoreFailedError:
+        """Stop every process that has the file open; returns the error to raise."""
+        self._failure = what
+        self.page.words[FAILED] = 1
+        self.waker.wake_all()
+        logger.error("%s: %s", self.path, what)
+        return self._failed()
+
+    def _failed(self) -> StoreFailedError:
+        what = self._failure or "a write or sync failed in another process"
+        return StoreFailedError(
+            f"{self.path}: {what}; everything confirmed before is safe, what was under way is in "
+            "doubt; close the file in every process and open it again, then put again with the "
+            "same id"
+        )
+
+    def _check_place(self) -> None:
+        """Stop when the file or the scratch folder is not where it was opened."""
+        try:
+            found = os.stat(self.path)
+            there = (found.st_dev, found.st_ino) == self._identity
+        except OSError:
+            there = False
+        if not there:
+            raise self.fail("the file was deleted, moved or replaced while open")
+        if not self.page.is_in_place():
+            raise self.fail("the scratch folder was deleted, moved or replaced while in use")
+
+    def _check_place_if_moved(self, watch: select.poll | None) -> None:
+        """The same when there is a reason to: the system says so, or can't."""
+        if watch is None or watch.poll(0):
+            self._check_place()
+            if watch is not None:
+                _files.read_all(self._watch_fd)

@@ -1,0 +1,121 @@
+"""Options that belong to the file: recorded in the log, followed by every process.
+
+Role: the part of the engine that records what handles were given and says what holds: argument
+(which was recorded), environment, what the file records, default; in that order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from . import _records
+from ._format import FileHeader
+from ._options import DEFAULTS, RECORDED_OPTIONS, StoreOptions
+from ._session import SYNC, Session
+from ._shared import OPTIONS_SEQ, SharedPage
+
+# What is recorded beside the replica: the store whose replica it is.
+REPLICA_OF: Final = "replica_of"
+# What the file records for "no limit"; nothing at all stands for the default.
+_NO_LIMIT: Final = "none"
+
+
+def _recorded(value: Any) -> Any:
+    """An option as the log holds it."""
+    if value is None:
+        return _NO_LIMIT
+    return list(value) if isinstance(value, tuple) else value
+
+
+class FileOptions:
+    """What `Engine` inherits to record options and to answer for them."""
+
+    path: str
+    page: SharedPage
+    header: FileHeader
+    execute: Callable[..., Any]
+    _configure_replica: Callable[[], None]
+    known_options: dict[str, Any]
+    effective: dict[str, Any]
+    options_seen: int
+    consumer: str
+    _adopted: list[StoreOptions]
+
+    def options(self) -> dict[str, Any]:
+        """What the file records of its options, as last changed by any process."""
+        if self.options_seen != self.page.words[OPTIONS_SEQ]:
+            self.execute(Session.options)
+        return self.known_options
+
+    def adopt(self, options: StoreOptions, consumer: str) -> None:
+        """Take in a new handle's options: record those given for the file.
+
+        Raises ValueError for arguments that contradict those of a handle that is open.
+        """
+        for other in self._adopted:
+            names = options.conflicts(other)
+            if names:
+                raise ValueError(
+                    f"{self.path} is open in this process with another {', '.join(names)}; nothing "
+                    "was changed; give the same, or leave it out"
+                )
+        given: dict[str, Any] = {
+            name: _recorded(getattr(options, name))
+            for name in RECORDED_OPTIONS
+            if name in options.given
+        }
+        if "replica" in given:
+            # So that a backup, which is another store, does not take it for its own.
+            given[REPLICA_OF] = self.header.store_id
+        if given:
+            self.change_options(given, SYNC)
+        self._adopted.append(options)
+        self.know_options(self.known_options)
+        self.consumer = self.consumer or consumer
+        self._configure_replica()
+
+    def forsake(self, options: StoreOptions) -> None:
+        """A handle that was adopted has closed."""
+        with contextlib.suppress(ValueError):
+            self._adopted.remove(options)
+            self.know_options(self.known_options)
+
+    def option(self, name: str) -> Any:
+        """An option of the file as it holds for this process: argument (which was recorded),
+        environment, what the file records, default; in that order.
+        """
+        if self.options_seen != self.page.words[OPTIONS_SEQ]:
+            self.execute(Session.options)
+        return self.effective[name]
+
+    def know_options(self, recorded: dict[str, Any], seen: int | None = None) -> None:
+        """Take in what the file records, and with it what holds here."""
+        self.known_options = recorded
+        if seen is not None:
+            self.options_seen = seen
+        chosen = self._adopted[-1] if self._adopted else None
+        effective: dict[str, Any] = {}
+        if recorded.get(REPLICA_OF, self.header.store_id) != self.header.store_id:
+            recorded = {name: value for name, value in recorded.items() if name != "replica"}
+        for name in RECORDED_OPTIONS:
+            if chosen is not None and name in chosen.environment:
+                effective[name] = getattr(chosen, name)
+            else:
+                value = recorded.get(name, DEFAULTS[name])
+                effective[name] = None if value == _NO_LIMIT else value
+        self.effective = effective
+
+    def change_options(self, values: Mapping[str, Any], policy: int) -> None:
+        """Record options of the file."""
+
+        def change(session: Session) -> None:
+            known = session.options()
+            new = {name: value for name, value in values.items() if known.get(name) != value}
+            if new:
+                session.append([_records.pack_option(new)], policy)
+                session.must_sync |= policy >= SYNC
+                session.page.words[OPTIONS_SEQ] += 1
+
+        self.execute(change)

@@ -1,0 +1,146 @@
+"""Bringing the index level with the log: what is new, or all of it anew.
+
+Role: the part of the engine that folds frames into the index. The caller holds the write lock and
+has a transaction open; it is never behind the log's head, because space is given back only after
+the index has what stood there, and one that is all the same is emptied and folded anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from . import _records
+from ._index import Index, Tx
+from ._session import Record
+from ._shared import SharedPage
+from .errors import CorruptError
+from .wal import TAIL, Frame, Log, Recovery
+
+logger = logging.getLogger("weclaw_embedded")
+
+# Of what a process wrote itself, so much is applied from memory instead of read back.
+_MOST_REMEMBERED: Final = 64
+_LARGEST_REMEMBERED: Final = 65536
+# Bytes of the log that are folded in one transaction of the index.
+_FOLD_BYTES: Final = 256 << 20
+
+
+class _Last:
+    """Remembers the last frame that went by."""
+
+    def __init__(self, enough: int) -> None:
+        self.enough = enough  # frames that begin after this offset are left
+        self.offset = 0
+        self.end = 0
+
+    def until_enough(self, frames: Iterator[Frame]) -> Iterator[Frame]:
+        for frame in frames:
+            self.offset, self.end = frame[0], frame[1]
+            yield frame
+            if frame[1] > self.enough:
+                return
+
+
+class Folding:
+    """What `Engine` inherits to keep its index level with its log."""
+
+    path: str
+    page: SharedPage
+    log: Log
+    index: Index
+    # What this process wrote last, from one offset to another, and is not in the index yet.
+    _written: list[tuple[int, int, bytes]]
+    _written_from: int
+    _written_to: int
+
+    def catch_up(self, tx: Tx) -> None:
+        """Apply everything written and not yet applied. The caller holds the write lock."""
+        applied = tx.applied
+        tail = self.page.words[TAIL]
+        if not applied or applied < self.log.head_offset:
+            if applied:
+                # An old one: what it never saw was given back meanwhile.
+                tx.clear()
+            self.fold_all(tx)
+        elif applied == self._written_from and tail == self._written_to:
+            # All that is new is our own: no need to read it back.
+            for offset, time_us, record in self._written:
+                tx.apply(offset, time_us, record)
+        elif applied < tail:
+            last = _Last(tail)
+            frames = self.log.frames(applied, tail, on_damage=self._damage_noter(tx))
+            tx.apply_many(last.until_enough(frames))
+            if last.end == tail:
+                self.log.remember_last(tail, last.offset)
+
+    def remember_written(
+        self, start: int, time_us: int, appended: Sequence[tuple[int, Record]]
+    ) -> None:
+        """Keep a little of what this process wrote and the index does not have yet."""
+        if len(appended) > _MOST_REMEMBERED:
+            self._written_to = -1
+            return
+        if start != self._written_to or len(self._written) >= _MOST_REMEMBERED:
+            self._written = []
+            self._written_from = start
+        self._written_to = self.page.words[TAIL]
+        for offset, record in appended:
+            whole = bytes(record[0]) if len(record) == 1 else b"".join(record)
+            if len(whole) > _LARGEST_REMEMBERED:
+                self._written_to = -1
+                return
+            self._written.append((offset, time_us, whole))
+
+    def fold_all(self, tx: Tx) -> None:
+        """Apply the whole log, beginning with what a checkpoint knows of the time before what is
+        kept. Commits now and then: a transaction of LMDB holds only so many pages, and whoever is
+        killed meanwhile leaves a part that is true.
+        """
+        head = self.log.head_offset
+        tail = self.page.words[TAIL]
+        checkpoint = self.log.checkpoint()
+        if checkpoint and not tx.applied:
+            try:
+                known = _records.unpack(self.log.read(checkpoint))
+            except (CorruptError, ValueError) as error:
+                # Groups from before what is kept begin anew: messages come twice, none is lost.
+                tx.note_damage(checkpoint, str(error))
+            else:
+                assert isinstance(known, _records.Checkpoint), "the log marks its checkpoints"
+                tx.seed(known, head)
+        noter = self._damage_noter(tx)
+        start = max(tx.applied, head)
+        while start < tail:
+            frames = self.log.frames(start, tail, on_damage=noter)
+            last = _Last(start + _FOLD_BYTES)
+            tx.apply_many(last.until_enough(frames))
+            if not last.end:
+                break
+            start = last.end
+            if start < tail:
+                tx.commit(start, self.log.checksum(last.offset), last.offset)
+                self.index.write()
+
+    def _report(self, recovery: Recovery) -> None:
+        if recovery.torn_bytes:
+            logger.warning(
+                "%s: the log ended in the middle of a frame; %d bytes after offset %d were cut, "
+                "every complete record is kept",
+                self.path,
+                recovery.torn_bytes,
+                recovery.cut,
+            )
+
+    def _damage_noter(self, tx: Tx) -> Callable[[int, str], None]:
+        def note(offset: int, reason: str) -> None:
+            logger.warning(
+                "%s: damage at offset %d: %s; it is set aside, the rest flows",
+                self.path,
+                offset,
+                reason,
+            )
+            tx.note_damage(offset, reason)
+
+        return note

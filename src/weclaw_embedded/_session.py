@@ -1,0 +1,186 @@
+"""One turn under the write lock: what an operation sees, appends and asks for.
+
+    append (`Session.append`) -> write (`Session.finish`); the sync, the commit point and the answer
+    follow in `Engine.execute`. Applying to the index is done in the same session when the index is
+    open, else by whoever opens it next (`Session.tx`).
+
+A session that fails leaves nothing: what it appended is discarded before it was written. It must
+not know what the records mean, beyond handing them to the index.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from . import _clock
+from ._index import IndexFullError, Tx
+from ._shared import OPTIONS_SEQ
+from .errors import DiskFullError
+from .wal import TAIL
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+logger = logging.getLogger("weclaw_embedded")
+
+# Flush policies, as frames carry them.
+OS, BATCH, SYNC, REPLICA = range(4)
+POLICIES: Final = {"os": OS, "batch": BATCH, "sync": SYNC}
+ALL: Final = (1 << 64) - 1
+
+Record = Sequence[bytes | memoryview]
+
+
+class Session:
+    """One turn under the write lock. Operations get it as their first argument."""
+
+    __slots__ = (
+        "_appended",
+        "_applied",
+        "_sync_from",
+        "_tx",
+        "after_write",
+        "engine",
+        "log",
+        "must_sync",
+        "now_us",
+        "page",
+        "ready",
+        "settled",
+    )
+    may_write = True
+    sync_from = SYNC  # what is promised this or more is waited for
+    replicated = False  # and for the replica too
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.log = engine.log
+        self.page = engine.page
+        self.now_us = _clock.boottime_us() + engine.shift
+        self.ready = 0  # topics whose getters may find something now
+        self.settled = 0  # topics whose putters, joiners and result waiters may
+        self.must_sync = False
+        self.after_write: list[Callable[[], None]] = []
+        self._tx: Tx | None = None
+        self._appended: list[tuple[int, Record]] = []
+        self._applied = 0
+        self._sync_from = 0
+
+    @property
+    def tx(self) -> Tx:
+        """The index, with everything in the log up to this moment applied."""
+        if self._tx is None:
+            self._tx = self.engine.index.write()
+            self.engine.catch_up(self._tx)
+        if self._applied < len(self._appended):
+            self._apply(self._tx)
+        return self._tx
+
+    def _apply(self, tx: Tx) -> None:
+        for offset, record in self._appended[self._applied :]:
+            tx.apply(offset, self.now_us, record[0] if len(record) == 1 else b"".join(record))
+        self._applied = len(self._appended)
+
+    def append(
+        self,
+        records: Sequence[Record],
+        policy: int = OS,
+        *,
+        puts: bool = False,
+        spare: bool = True,
+        flags: int = 0,
+    ) -> list[int]:
+        """Append one frame; returns the records' offsets. Raises DiskFullError, then nothing of it
+        is left. `spare`: may use the space kept so that a full disk can be worked off.
+        """
+        offsets = self.log.append(records, policy, self.now_us, flags, spare=spare)
+        if puts and policy >= SYNC and not self._sync_from:
+            self._sync_from = offsets[0]
+        self._appended.extend(zip(offsets, records, strict=True))
+        if self._tx is not None:
+            self._apply(self._tx)  # at once: the next look must see it
+        return offsets
+
+    def confirm(self, until: int) -> None:
+        """Wait for the replica, if there is one that is waited for."""
+
+    def take_puts(self) -> list[int] | None:
+        """What the operation put, if that has to be taken back when a replica does not confirm."""
+        return None
+
+    def judge(self, records: Sequence[Record]) -> None:
+        """Append what ended by itself (a lease run out, a death, an expiry)."""
+        self.append(records)
+
+    def option(self, name: str) -> Any:
+        """An option of the file; see `Engine.option`."""
+        engine = self.engine
+        if engine.options_seen != self.page.words[OPTIONS_SEQ]:
+            self.options()
+        return engine.effective[name]
+
+    def options(self) -> dict[str, Any]:
+        """What the file records of its options, followed as any process changes it."""
+        engine = self.engine
+        seen = self.page.words[OPTIONS_SEQ]
+        if engine.options_seen != seen:
+            engine.know_options(self.tx.options, seen)
+        return engine.known_options
+
+    def finish(self) -> None:
+        """Write what was appended and keep what the index learned."""
+        engine = self.engine
+        before = self.page.words[TAIL]
+        if self._appended:
+            if self._sync_from:
+                # Before the write, so that no moment exists in which it could be delivered.
+                self.page.promise_sync(self._sync_from, self.log.pending_tail)
+            try:
+                self.log.write()
+            except DiskFullError:
+                raise
+            except OSError as error:
+                raise engine.fail(f"writing failed: {error}") from error
+        is_indexed = True
+        tx = self._tx
+        if tx is None:
+            if self._appended:
+                engine.remember_written(before, self.now_us, self._appended)
+        else:
+            if self._applied < len(self._appended):
+                self._apply(tx)
+            try:
+                frame, checksum = self.log.last_frame
+                tx.commit(self.page.words[TAIL], checksum, frame)
+            except IndexFullError as error:
+                # The log has it all. Whoever looks next applies it again.
+                logger.debug("index not written, the log is ahead of it: %s", error)
+                is_indexed = False
+            # Not before: when Ctrl-C comes here, `abort` is to end it.
+            self._tx = None
+        if is_indexed:
+            # Not before the index has what it was told: it must never be behind the log's head.
+            for step in self.after_write:
+                step()
+
+    def abort(self) -> None:
+        self.log.discard()
+        tx, self._tx = self._tx, None
+        if tx is not None:
+            tx.abort()
+
+
+class Job:
+    """One operation among several of a turn; see `Engine.execute_many`."""
+
+    __slots__ = ("args", "error", "must_sync", "operation", "puts", "result")
+
+    def __init__(self, operation: Callable[..., Any], *args: Any) -> None:
+        self.puts: list[int] | None = None  # to be taken back if the replica does not confirm
+        self.operation = operation
+        self.args = args
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.must_sync = False
