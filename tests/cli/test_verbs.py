@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from tests.helpers.cli import ROOT, kill_letters, start
+from tests.helpers.cli import ROOT, kill_letters, start, until
 
 import weclaw_embedded as weclaw
 from weclaw_embedded.cli import _common
@@ -336,13 +336,15 @@ def test_work_goes_on_after_a_kill(file: Path, js: Any, handlers: Any) -> None:
 
 
 def test_sigterm_hands_back_uncounted(file: Path, handlers: Any) -> None:
+    began = file.parent / "began"
     with weclaw.Queue(file) as q:
         q.put("long")
-        spec = handlers("import time\ndef handle(msg):\n    time.sleep(60)\n")
+        spec = handlers(
+            "import pathlib, time\ndef handle(msg):\n"
+            f"    pathlib.Path({str(began)!r}).touch()\n    time.sleep(60)\n"
+        )
         child = start("work", file, spec, "--grace", 0.2)
-        deadline = time.monotonic() + 30
-        while q.stats().leased < 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(began.exists)
         child.terminate()
         child.communicate(timeout=20)
         assert child.returncode == 0
