@@ -268,6 +268,39 @@ def test_a_task_is_told_when_its_put_was_taken_back(
     send_signal(copy, signal.SIGCONT)
 
 
+def test_what_nobody_was_promised_yet_stays_unseen_after_a_crash(path: Path, copy: Path) -> None:
+    """A put that waits for the replica is killed: the next to open delivers it when the replica
+    has it, and not before; how far the replica is, is known at once.
+    """
+
+    def put(pipe, path, copy):
+        q = weclaw.Queue(path, replica=copy, replica_timeout=60.0)
+        q.put("first")
+        pipe.send("put")
+        pipe.recv()
+        pipe.send("puts")
+        q.put("second")
+
+    child = Child(put, str(path), str(copy))
+    assert child.hear() == "put"
+    pid = send_signal(copy, signal.SIGSTOP)
+    child.say("go on")
+    assert child.hear() == "puts"
+    time.sleep(0.5)
+    child.close()
+    q = weclaw.Queue(path, replica_timeout=60.0, visibility_timeout=None)
+    assert 0 < q.stats().replica_lag < 1000
+    assert q.get(timeout=5).body == "first"
+    with pytest.raises(weclaw.Empty):
+        q.get(timeout=0.5)
+    os.kill(pid, signal.SIGCONT)
+    assert q.get(timeout=20).body == "second"
+    q.close()
+    with weclaw.Queue(path) as q:
+        assert q.stats().replica_lag == 0
+    same(path, copy)
+
+
 def produce(pipe, path, tag, options):
     q = weclaw.Queue(path, **options)
     pipe.send("open")
