@@ -28,6 +28,8 @@ def test_a_copy_is_looked_at_while_it_is_written(file: Path, copy: Path, js: Any
         assert [one["id"] for one in js("peek", copy)] == ids
         assert js("stats", copy)["ready"] == 3
         assert js("stats", file)["replica_lag"] == 0
+        assert "this file is a replica's copy" in ctl("stats", copy)[1]
+        assert "replica level" in ctl("stats", file)[1]
         found = js("health", file, "--max-lag", 0)
         nodes = {one["node"]: one["value"] for one in found["checks"] if one["check"] == "node"}
         assert nodes == {str(file): "primary, epoch 1", str(copy): "copy, epoch 1"}
@@ -53,6 +55,8 @@ def test_a_copy_is_promoted_and_the_other_is_refused(
     assert status == 1
     assert "promoted" in err
     assert "Traceback" not in err
+    assert "promoted over it" in ctl("stats", file)[1]
+    assert max(map(len, ctl("stats", file)[1].splitlines())) <= 80
     checks = js("health", file, status=1)["checks"]
     assert "fenced, epoch 1" in [one["value"] for one in checks if one["check"] == "node"]
     status, _, err = ctl("promote", copy)

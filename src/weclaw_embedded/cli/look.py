@@ -64,6 +64,10 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
             click.echo(f"{place} is paused; 'weclawctl resume' ends it")
         elif _stands_still(found):
             click.echo(f"{place} stands still: {found['ready']} ready, none in hand")
+    role = replica.node(file).role
+    if role != "primary":
+        told = {"copy": "a replica's copy", "fenced": "fenced: its copy was promoted over it"}
+        click.echo(f"this file is {told.get(role, role)}; look only")
     lag = mine.replica_lag
     click.echo(
         f"file {common.size(mine.file_bytes)}, reclaimable {common.size(mine.reclaimable_bytes)}, "
