@@ -86,7 +86,7 @@ P = ParamSpec("P")
 logger = logging.getLogger("weclaw_embedded")
 
 # How long a waiter sleeps before it looks whether the owner of a lease has died.
-DEATH_CHECK_S: Final = 0.25
+DEATH_CHECK_S: Final = 0.4
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
 
@@ -303,7 +303,7 @@ class Engine(Folding, Durability, FileOptions):
                 return
             words = self.page.words
             if words[SYNC_HIGH] > words[COMMIT]:
-                # A quarter second without a sync: whoever wrote this may have died before it.
+                # So long without a sync: whoever wrote this may have died before it.
                 self.durable(words[TAIL])
                 return
             self._check_place()

@@ -632,7 +632,7 @@ class Io:
         if words[FAILED] or engine.closed or engine.dead_owners(everyone=True):
             self._look_ready = self._look_settled = True
         if words[SYNC_HIGH] > words[COMMIT]:
-            # A quarter second without a sync: whoever wrote this may have died before it.
+            # So long without a sync: whoever wrote this may have died before it.
             with self._lock:
                 self._to_sync.append(SyncCall(None, words[SYNC_HIGH]))
                 self._sync_until = max(self._sync_until, words[SYNC_HIGH])
