@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _files
 
 
 def work(path: Path, confirmed: list[str], acked: list[str], n: int) -> None:
@@ -61,3 +63,46 @@ def test_after_ctrl_c_at_any_moment_everything_goes_on(path: Path) -> None:
         assert {q.status(one) for one in acked} <= {"done"}, f"seed {seed}"
         assert q.stats().leased == 0
         assert q._store.verify() == []
+
+
+def test_who_waited_for_a_sync_and_is_gone_is_not_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C takes one out of those who wait for another's sync; the next one does it then."""
+    began, go_on = threading.Event(), threading.Event()
+    real = _files.sync_data
+
+    def sync(fd: int) -> None:
+        if threading.current_thread().name == "the first":
+            began.set()
+            assert go_on.wait(30)
+        real(fd)
+
+    with weclaw.Queue(path) as q:
+        monkeypatch.setattr(_files, "sync_data", sync)
+        durability = q._store._engine
+        first = threading.Thread(target=q.put, args=(1,), name="the first")
+        last = threading.Thread(target=q.put, args=(3,))
+        first.start()
+        assert began.wait(30)
+
+        def interrupt() -> None:
+            while len(durability._sync_waiters) < 1:
+                time.sleep(0.01)
+            last.start()
+            while len(durability._sync_waiters) < 2:
+                time.sleep(0.01)
+            ident = threading.main_thread().ident
+            assert ident is not None
+            signal.pthread_kill(ident, signal.SIGINT)
+
+        helper = threading.Thread(target=interrupt)
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            q.put(2)
+        helper.join()
+        go_on.set()
+        first.join(30)
+        last.join(30)
+        assert not last.is_alive()
+        assert sorted(msg.body for msg in q.peek(5)) == [1, 2, 3]

@@ -94,7 +94,19 @@ class Durability:
                 if leads:
                     self._end_sync()
             if waiter is not None:
-                waiter.acquire()
+                try:
+                    waiter.acquire()
+                except BaseException:
+                    self._wait_no_more((until, waiter))
+                    raise
+
+    def _wait_no_more(self, who: tuple[int, threading.Lock]) -> None:
+        """Ctrl-C while waiting: the next sync must not be left to one who is gone."""
+        with self._sync_lock:
+            if who in self._sync_waiters:
+                self._sync_waiters.remove(who)
+            elif self._sync_waiters and not self._syncing:
+                self._sync_waiters.pop(0)[1].release()
 
     def _end_sync(self) -> None:
         """Answer those who are served, and let one of the others do the next sync."""
