@@ -39,6 +39,9 @@ LAYERS = [
     ["_folding", "_durability", "_file_options"],
     ["_engine"],
     ["_registry", "_readonly", "_delivery", "_replication"],
+    ["_replicated"],
+    ["_settling", "_taking"],
+    ["_putting"],
     ["_queries", "_reclaim", "_mend", "_order"],
     ["_restore"],
     ["_message"],
@@ -58,7 +61,7 @@ LAYERS = [
 #: Imports against the direction, all of them inside a function or for type checkers only, and why.
 EXCEPTIONS = {
     ("_engine", "_reclaim"): "upkeep runs by itself on the engine's timer",
-    ("_engine", "_replication"): "turns in a file with a replica are of another kind",
+    ("_engine", "_replicated"): "turns in a file with a replica are of another kind",
     ("_engine", "_restore"): "what is damaged is healed where it is noticed",
     ("queue", "_store"): "Queue(path) opens the store it belongs to",
 }
@@ -96,7 +99,8 @@ DOORS = {
     "_feeder": {
         "os.open": "what the receiver says on standard error is kept",
         "os.close": "the same",
-        "open": "and read when it has died",
+        "open": "and read when it has died; the replica's address, noted beside the file",
+        "os.replace": "the replica's address",
         "os.read": "pipes to the receiver",
         "os.write": "pipes to the receiver",
         "os.set_blocking": "pipes to the receiver",
@@ -106,8 +110,6 @@ DOORS = {
         "os.write": "standard streams",
     },
     "_replication": {
-        "open": "the replica's address, noted beside the file",
-        "os.replace": "the same",
         "os.mkfifo": "the feeder's pipe",
         "os.open": "the feeder's pipe",
         "os.close": "the feeder's pipe",

@@ -157,13 +157,13 @@ class AsyncTransaction(Transaction):
 
 async def commit(queue: Queue, acks: list[Any], puts: list[Any]) -> list[str]:
     """`Queue._commit` by the I/O thread."""
-    from . import _delivery
+    from . import _putting
 
     engine = queue._engine
-    _delivery.check_size([message for _, message in puts], engine.option("max_message_bytes"))
+    _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
 
     def transact(session: Session, waiter: Waiter | None) -> list[str]:
-        return _delivery.transact(session, acks, puts, queue._policy)
+        return _putting.transact(session, acks, puts, queue._policy)
 
     ids: list[str] = await io_of(engine).wait(Op(asyncio.get_running_loop(), transact))
     return ids

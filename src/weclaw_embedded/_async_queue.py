@@ -21,7 +21,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _delivery, _queries
+from . import _delivery, _putting, _queries, _taking
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine
@@ -136,7 +136,7 @@ class AsyncQueue:
             return (await self._put(messages, block, timeout))[0]
         # The same as `_put` and `Io.wait`, written out: the way of most puts.
         engine = queue._engine
-        _delivery.check_size(messages, engine.option("max_message_bytes"))
+        _putting.check_size(messages, engine.option("max_message_bytes"))
         io = engine.io or io_of(engine)
         call = PutCall(asyncio.get_running_loop(), queue, messages, None, queue.maxsize)
         io.submit(call)
@@ -180,7 +180,7 @@ class AsyncQueue:
     ) -> list[str]:
         queue = self._queue
         engine = queue._engine
-        _delivery.check_size(messages, engine.option("max_message_bytes"))
+        _putting.check_size(messages, engine.option("max_message_bytes"))
         until_s = None if block and timeout is None else _deadline(block, timeout)
         if queue._store.readonly:
             return await in_pool(queue._put, messages, block, timeout)
@@ -260,7 +260,7 @@ class AsyncQueue:
 
     def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
         """For the I/O thread."""
-        return _delivery.take(session, self._queue._address, n, visibility_s, waiter)
+        return _taking.take(session, self._queue._address, n, visibility_s, waiter)
 
     def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
         """For the I/O thread."""

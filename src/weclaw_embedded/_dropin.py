@@ -28,7 +28,7 @@ from collections.abc import Hashable
 from contextvars import ContextVar
 from typing import Any, Final
 
-from . import _codecs, _delivery, _records
+from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Encoded, Lease, Taken
 from ._engine import Engine
 from ._message import Content, Message
@@ -135,7 +135,7 @@ class Core:
 
     def encode(self, item: Any) -> Encoded:
         message = self.queue._encode(item)
-        _delivery.check_size([message], self.engine.option("max_message_bytes"))
+        _putting.check_size([message], self.engine.option("max_message_bytes"))
         return message
 
     def put(
@@ -152,7 +152,7 @@ class Core:
             raise shut_down()
         if self.order is not None:
             self.order.check(item)
-        return _delivery.put(session, self.queue._address, [message], policy, limit, waiter)[0]
+        return _putting.put(session, self.queue._address, [message], policy, limit, waiter)[0]
 
     def look(
         self, session: Session, n: int, visibility_s: float | None, waiter: Waiter | None
@@ -161,7 +161,7 @@ class Core:
         if self.immediate:
             return Taken()
         choose = None if self.order is None else self.order.choose
-        return _delivery.take(session, self.queue._address, n, None, waiter, choose)
+        return _taking.take(session, self.queue._address, n, None, waiter, choose)
 
     def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
         """The items, with their leases. One that can't be decoded goes to the dead letters."""
@@ -285,7 +285,7 @@ class Core:
         """Ack them all in this turn."""
         for lease in leases:
             try:
-                _delivery.ack(session, lease, b"", self.queue._policy)
+                _settling.ack(session, lease, b"", self.queue._policy)
             except LeaseLostError:
                 pass  # its group was dropped, or the file was closed in between: not ours any more
 

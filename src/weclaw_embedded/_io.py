@@ -34,8 +34,8 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _delivery
-from ._delivery import Encoded, Lease, NoRoom, Taken
+from . import _putting, _settling
+from ._delivery import Encoded, Lease, Taken
 from ._engine import Engine
 from ._io_calls import (
     PENDING,
@@ -49,6 +49,7 @@ from ._io_calls import (
     closed_error,
     copy_of,
 )
+from ._putting import NoRoom
 from ._session import BATCH, Job, Session
 from ._shared import FAILED, SYNC_HIGH
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
@@ -350,7 +351,7 @@ class Io:
                         last = queue
                         merged = [call]
                         messages = list(call.messages)
-                        put = Job(_delivery.put, queue._address, messages, queue._policy, 0)
+                        put = Job(_putting.put, queue._address, messages, queue._policy, 0)
                         turn.add(put, merged)
                     if n_bytes > MAX_BYTES:
                         return
@@ -712,7 +713,7 @@ def _undo(session: Session, waiter: Waiter | None, leases: list[Lease]) -> None:
     for lease in leases:
         # Settled by a close, or lost with its group: then there is nothing to give back.
         with contextlib.suppress(LeaseLostError):
-            _delivery.release(session, lease, True)
+            _settling.release(session, lease, True)
 
 
 # -- one for each engine ---------------------------------------------------------------------------

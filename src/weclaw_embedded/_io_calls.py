@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from . import _delivery
+from . import _putting
 from ._delivery import Encoded, Lease, Taken
 from ._engine import Engine
 from ._session import Job, Session
@@ -149,7 +149,7 @@ class PutCall(Op):
     def attempt(self, session: Session, waiter: Waiter | None) -> list[str]:
         """Put, or raise NoRoom with the waiter registered. Under the write lock."""
         queue = self.queue
-        return _delivery.put(
+        return _putting.put(
             session, queue._address, self.messages, queue._policy, self.maxsize, waiter
         )
 

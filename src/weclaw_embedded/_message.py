@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _clock, _codecs, _delivery, _records, _values
+from . import _clock, _codecs, _delivery, _records, _settling, _values
 from ._records import META_CODEC, META_HEADERS, META_ID, META_KEY, META_SKEW_US, NEVER
 from .errors import ClosedError, DiskFullError, LeaseLostError
 
@@ -188,7 +188,7 @@ class Message:
         """
         packed = b"" if result is None else _values.pack_value(result, "result")
         queue = self._queue
-        self._settle(_delivery.ack, packed, queue._policy)
+        self._settle(_settling.ack, packed, queue._policy)
 
     def nack(
         self, backoff: float | None = None, reason: str | None = None, *, count: bool = True
@@ -203,7 +203,7 @@ class Message:
             backoff = check_seconds("backoff", backoff)
         queue = self._queue
         died = self._settle(
-            _delivery.nack,
+            _settling.nack,
             queue._address.retry,
             backoff,
             clip(reason, "nack"),
@@ -217,12 +217,12 @@ class Message:
     def fail(self, reason: str | None = None) -> None:
         """Straight to the dead letters, whatever retries are left."""
         queue = self._queue
-        self._settle(_delivery.fail, clip(reason, "failed"), queue._consumer, queue._policy)
+        self._settle(_settling.fail, clip(reason, "failed"), queue._consumer, queue._policy)
         self._died()
 
     def release(self) -> None:
         """Not now: ready for the next consumer at once, no retry counted."""
-        self._settle(_delivery.release)
+        self._settle(_settling.release)
 
     def extend(self, seconds: float | None = None) -> None:
         """Count the lease anew from now, for `seconds` (None: as long as it was given)."""
@@ -233,7 +233,7 @@ class Message:
             seconds = lease.visibility_s
         else:
             seconds = check_seconds("seconds", seconds, positive=True)
-        self._settle(_delivery.extend, seconds)
+        self._settle(_settling.extend, seconds)
 
     def _held(self) -> Lease:
         lease = self._lease

@@ -103,7 +103,7 @@ class Order:
         now_us: int,
         suspects: int,
     ) -> list[Pick]:
-        """What to deliver next; for `_delivery.take`."""
+        """What to deliver next; for `_taking.take`."""
         self._learn(session, group, now_us)
         tx = session.tx
         heap, entries = self._heap, self._entries

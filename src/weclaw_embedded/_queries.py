@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from . import _delivery, _records
+from . import _delivery, _records, _taking
 from ._delivery import Address, own_id, place
 from ._index import GroupState
 from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD
@@ -110,14 +110,14 @@ def swept(session: Session, address: Address, dead: list[int]) -> GroupState | N
     group = _delivery.seen_by(session, address)
     if group is not None and group.gid == address.gid:
         session.engine.bury(session, session.engine.dead_owners(everyone=True))
-        _delivery.sweep(session, group, address.retry, dead)
+        _taking.sweep(session, group, address.retry, dead)
     elif group is not None:
         session.tx.move_due(group, session.now_us)
         unread = session.may_write and not session.tx.groups(group.tid)
         if unread and session.tx.expired(group, session.now_us):
             # What ran out before anybody read the topic is a dead letter of its first group.
             group = _delivery.group_of(session, address)
-            _delivery.sweep(session, group, address.retry, dead)
+            _taking.sweep(session, group, address.retry, dead)
     return group
 
 

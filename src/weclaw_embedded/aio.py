@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from . import _dropin, _queries
 from ._async import write_now
 from ._async_queue import AsyncQueue
-from ._delivery import Encoded, Lease, NoRoom, Taken
+from ._delivery import Encoded, Lease, Taken
 from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
 from ._engine import Engine
 from ._io import io_of
 from ._io_calls import PENDING, Call, Op, PutCall, TakeCall, closed_error
+from ._putting import NoRoom
 from ._session import BATCH, OS, SYNC, Job, Session
 from ._wake import Waiter
 from .errors import ClosedError, Empty, Full, ShutDown

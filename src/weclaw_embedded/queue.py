@@ -17,8 +17,8 @@ from datetime import datetime, timezone
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _codecs, _delivery, _queries, _values
-from ._delivery import Address, Encoded, Lease, NoBytes, NoRoom, Taken, new_waiter
+from . import _codecs, _delivery, _putting, _queries, _settling, _taking, _values
+from ._delivery import Address, Encoded, Lease, Taken, new_waiter
 from ._engine import Engine
 from ._message import Content, Message, Transaction, clip
 from ._options import (
@@ -31,6 +31,7 @@ from ._options import (
     check_timeout,
     queue_options,
 )
+from ._putting import NoBytes, NoRoom
 from ._queries import Stats
 from ._reclaim import make_room
 from ._records import group_id, key_hash
@@ -380,14 +381,14 @@ class Queue:
     def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
         engine = self._writable()
         options = self._store._options
-        _delivery.check_size(messages, engine.option("max_message_bytes"))
+        _putting.check_size(messages, engine.option("max_message_bytes"))
         until_s = _deadline(block, timeout)
         waiter: Waiter | None = None
         may_reclaim = True  # settled space is freed before anything is refused
         while True:
             try:
                 ids = engine.execute(
-                    _delivery.put, self._address, messages, self._policy, self.maxsize, waiter
+                    _putting.put, self._address, messages, self._policy, self.maxsize, waiter
                 )
             except DiskFullError:
                 if not may_reclaim or not make_room(engine):
@@ -471,7 +472,7 @@ class Queue:
         while True:
             waiter = None if until_s == 0.0 else new_waiter(READY)
             taken = engine.execute(
-                _delivery.take, self._address, min(n, 0xFFFF), visibility_s, waiter
+                _taking.take, self._address, min(n, 0xFFFF), visibility_s, waiter
             )
             if taken.leases:
                 messages = self._messages(engine, taken.leases)
@@ -516,7 +517,7 @@ class Queue:
             # Interrupted before anybody saw them: no delivery.
             for lease in leases:
                 with contextlib.suppress(Exception):
-                    engine.execute(_delivery.release, lease, True)
+                    engine.execute(_settling.release, lease, True)
             raise
         return messages
 
@@ -549,8 +550,8 @@ class Queue:
         self, acks: list[tuple[Lease, bytes]], puts: list[tuple[Address, Encoded]]
     ) -> list[str]:
         engine = self._writable()
-        _delivery.check_size([message for _, message in puts], engine.option("max_message_bytes"))
-        return engine.execute(_delivery.transact, acks, puts, self._policy)
+        _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
+        return engine.execute(_putting.transact, acks, puts, self._policy)
 
     # -- results -----------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ import time
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from . import _delivery, _dropin, errors
-from ._delivery import Lease, NoRoom, Taken, new_waiter
+from . import _dropin, _settling, errors
+from ._delivery import Lease, Taken, new_waiter
 from ._dropin import FIFO, LIFO, PRIORITY, Core
 from ._engine import Engine
+from ._putting import NoRoom
 from ._session import BATCH, Session
 from ._shared import READY, SETTLED
 from ._wake import Waiter
@@ -192,7 +193,7 @@ class Queue(_Generic[T]):
         except BaseException:
             # Interrupted before anybody saw it: no delivery.
             with contextlib.suppress(Exception):
-                engine.execute(_delivery.release, leases[0], True)
+                engine.execute(_settling.release, leases[0], True)
             raise
         return [body for _, (_, body) in made]
 

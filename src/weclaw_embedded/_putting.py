@@ -1,0 +1,262 @@
+"""Put: what is checked and appended under the write lock for a message to be there.
+
+Role: operations for `Engine.execute` that put, also as part of a transaction. What can be refused
+is refused before anything is appended; ids that are known are answered and not stored again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from . import _clock, _records
+from ._delivery import (
+    Address,
+    Encoded,
+    Lease,
+    digest_of,
+    seen_by,
+    topic_of,
+    wait_settled,
+    waiting_in,
+)
+from ._session import SYNC, Session
+from ._settling import hold, let_go
+from ._shared import mask_of
+from ._wake import Waiter
+from .errors import Full, LeaseLostError, MessageTooLargeError
+
+MAX_PUT_MANY_BYTES: Final = 1 << 30
+_SKEW_NOTED_US: Final = 1_000_000
+
+
+class NoRoom(Full):
+    """Not now; the caller may wait for room."""
+
+
+class NoBytes(NoRoom):
+    """The file is as large as it may be; space of settled messages may be freed for it."""
+
+
+def put(
+    session: Session,
+    address: Address,
+    messages: Sequence[Encoded],
+    policy: int,
+    maxsize: int,
+    waiter: Waiter | None = None,
+) -> list[str]:
+    """Append the messages as one frame; their ids, in order. `NoRoom` when there is none now, with
+    `waiter` registered before the lock is given back.
+    """
+    try:
+        return _put(session, address, messages, policy, maxsize)
+    except NoRoom:
+        if waiter is not None:
+            wait_settled(session, -1, waiter)
+        raise
+
+
+def _put(
+    session: Session, address: Address, messages: Sequence[Encoded], policy: int, maxsize: int
+) -> list[str]:
+    tid, records = topic_of(session, address.topic)
+    ids: list[str | None] = []
+    fresh: Sequence[Encoded] = messages
+    for message in messages:
+        if message.id is not None:
+            fresh, ids = _without_known(session, tid, messages)
+            break
+    if fresh:
+        if maxsize > 0:
+            _check_room(session, address, len(fresh), maxsize)
+        first = len(records)
+        skew_us = _skew_us(session)
+        records += [_put_record(session, tid, message, skew_us) for message in fresh]
+        offsets = _append_puts(session, records, policy)[first:]
+        if not ids:
+            made = _ids_of(session, offsets)
+        else:
+            made = _ids_of(
+                session,
+                [o for o, message in zip(offsets, fresh, strict=True) if message.id is None],
+            )
+    else:
+        made = []
+    session.must_sync |= policy >= session.sync_from
+    session.ready |= mask_of(tid)
+    if not ids:
+        return made
+    rest = iter(made)
+    return [known if known is not None else next(rest) for known in ids]
+
+
+def _without_known(
+    session: Session, tid: int, messages: Sequence[Encoded]
+) -> tuple[list[Encoded], list[str | None]]:
+    """Leave out what is already kept under its id, in the file or earlier in this very put."""
+    tx = session.tx
+    fresh: list[Encoded] = []
+    ids: list[str | None] = []
+    seen: set[str] = set()
+    for message in messages:
+        given = message.id
+        if given is None:
+            ids.append(None)
+            fresh.append(message)
+            continue
+        ids.append(given)
+        if given not in seen and tx.find_id(tid, given) is None:
+            fresh.append(message)
+        seen.add(given)
+    return fresh, ids
+
+
+def _skew_us(session: Session) -> int:
+    """How far the wall clock is from queue time, when that is worth a note."""
+    skew_us = _clock.wall_us() - session.now_us
+    return 0 if -_SKEW_NOTED_US < skew_us < _SKEW_NOTED_US else skew_us
+
+
+def _put_record(session: Session, tid: int, message: Encoded, skew_us: int) -> _records.Record:
+    if message.plain and not skew_us:
+        return _records.pack_put(message.priority, message.codec, tid, b"", message.body)
+    now_us = session.now_us
+    ttl_us = message.ttl_us
+    meta = b""
+    if (
+        skew_us
+        or message.key is not None
+        or message.id is not None
+        or message.delay_us
+        or ttl_us is not None
+        or message.headers
+        or message.codec_name is not None
+    ):
+        meta = _records.pack_meta(
+            key=message.key,
+            id=message.id,
+            due_us=now_us + message.delay_us if message.delay_us else None,
+            expiry_us=None if ttl_us is None else now_us + ttl_us,
+            headers=message.headers,
+            codec=message.codec_name,
+            skew_us=skew_us,
+            delay_us=message.delay_us,
+            ttl_us=ttl_us,
+        )
+    return _records.pack_put(message.priority, message.codec, tid, meta, message.body)
+
+
+def _check_room(session: Session, address: Address, n: int, maxsize: int) -> None:
+    if n > maxsize:
+        raise Full(
+            f"{n} messages can never fit a queue of maxsize {maxsize}; nothing was put; put fewer"
+        )
+    group = seen_by(session, address)
+    waiting = 0 if group is None else waiting_in(session.tx, group)
+    if waiting + n > maxsize:
+        raise NoRoom(
+            f"topic {address.topic!r} has {waiting} of at most {maxsize} messages waiting in group "
+            f"{address.group!r}; nothing was put; take some, or wait for room"
+        )
+
+
+def _append_puts(session: Session, records: list[_records.Record], policy: int) -> list[int]:
+    limit = session.option("max_bytes")
+    if limit is not None:
+        _check_bytes(session, records, limit)
+    return session.append(records, policy, puts=True, spare=False)
+
+
+def _check_bytes(session: Session, records: list[_records.Record], limit: int) -> None:
+    log = session.log
+    total = sum(len(piece) for record in records for piece in record) + 64 * len(records)
+    grown = log.bytes_with(total, log.room)
+    if grown <= limit:
+        return
+    if 2 * log.segment_bytes + total > limit:
+        raise Full(
+            f"{total} bytes can never fit a file of max_bytes={limit}; nothing was put; put less, "
+            "or open the file with a larger limit"
+        )
+    raise NoBytes(
+        f"the file would grow to {grown} bytes, more than max_bytes={limit}; nothing was put; "
+        "settle some messages, or wait for room"
+    )
+
+
+def _ids_of(session: Session, offsets: Sequence[int]) -> list[str]:
+    log = session.log
+    bits = log.bits
+    segment, digest = session.engine.last_digest
+    ids = []
+    for offset in offsets:
+        if offset >> bits != segment:
+            segment, digest = offset >> bits, digest_of(log.salt(offset))
+        ids.append(f"{offset:014x}{digest}")
+    session.engine.last_digest = (segment, digest)
+    return ids
+
+
+def check_size(messages: Sequence[Encoded], limit: int) -> None:
+    """Refuse what is too large before anything is written."""
+    total = 0
+    for message in messages:
+        size = len(message.body)
+        total += size
+        if size > limit:
+            raise MessageTooLargeError(
+                f"the message has {size} bytes once encoded, more than max_message_bytes={limit}; "
+                "nothing was put; put less, or open the file with a larger limit"
+            )
+    if total > MAX_PUT_MANY_BYTES:
+        raise MessageTooLargeError(
+            f"the messages have {total} bytes together, more than {MAX_PUT_MANY_BYTES}; nothing "
+            "was put; put them in several steps"
+        )
+
+
+def transact(
+    session: Session,
+    acks: Sequence[tuple[Lease, bytes]],
+    puts: Sequence[tuple[Address, Encoded]],
+    policy: int,
+) -> list[str]:
+    """Acks and puts over topics of the file as one frame: all or none, also after a crash."""
+    for lease, _ in acks:
+        hold(session, lease)
+    if len({(lease.gid, lease.offset) for lease, _ in acks}) < len(acks):
+        raise LeaseLostError("a message was acked twice in one transaction; nothing was changed")
+    records: list[_records.Record] = [
+        _records.pack_ack(lease.tid, lease.gid, lease.offset, result) for lease, result in acks
+    ]
+    skew_us = _skew_us(session)
+    topics: dict[str, int] = {}
+    ids: list[str | None] = []
+    places: list[int] = []
+    given: set[tuple[int, str]] = set()
+    for address, message in puts:
+        tid = topics.get(address.topic)
+        if tid is None:
+            tid, first = topic_of(session, address.topic)
+            topics[address.topic] = tid
+            records.extend(first)
+        if message.id is not None:
+            ids.append(message.id)
+            if (tid, message.id) in given or session.tx.find_id(tid, message.id) is not None:
+                continue
+            given.add((tid, message.id))
+        else:
+            ids.append(None)
+            places.append(len(records))
+        records.append(_put_record(session, tid, message, skew_us))
+        session.ready |= mask_of(tid)
+    if records:
+        offsets = (
+            _append_puts(session, records, policy) if puts else session.append(records, policy)
+        )
+        session.must_sync |= policy >= SYNC
+    for lease, _ in acks:
+        let_go(session, lease)
+    made = iter(_ids_of(session, [offsets[place] for place in places]))
+    return [known if known is not None else next(made) for known in ids]

@@ -1,0 +1,141 @@
+"""Settle: how a lease ends by its holder's word, under the write lock.
+
+Role: operations for `Engine.execute` that ack, nack, fail, release and extend. None needs to look
+anything up: before its deadline, and under the lock, nobody else can have the lease.
+"""
+
+from __future__ import annotations
+
+from . import _clock, _records
+from ._delivery import (
+    Lease,
+    backoff_us,
+    deadline_of,
+)
+from ._options import RetryPolicy
+from ._records import NACK, RELEASE, UNDO
+from ._session import SYNC, Session
+from ._shared import mask_of
+from .errors import LeaseLostError
+
+
+def hold(session: Session, lease: Lease) -> None:
+    """Raise LeaseLostError unless this process holds the lease now.
+
+    No look-up: before its deadline, and under the lock, nobody else can have it.
+    """
+    key = (lease.gid, lease.offset)
+    if lease.over or session.engine.held.get(key) is not lease:
+        raise LeaseLostError(
+            f"message at offset {lease.offset} was settled already, or its lease was taken back; "
+            "nothing was changed"
+        )
+    if _clock.monotonic_ns() >= lease.deadline_ns:
+        raise LeaseLostError(
+            f"the lease of {lease.visibility_s} s on the message at offset {lease.offset} ran out "
+            "before it was settled; nothing was changed, the message is delivered again; use a "
+            "longer visibility_timeout, extend() or `with msg`"
+        )
+
+
+def let_go(session: Session, lease: Lease) -> None:
+    lease.over = True
+    session.engine.let_go((lease.gid, lease.offset))
+    mask = mask_of(lease.tid)
+    session.settled |= mask
+    if lease.keyed or lease.crash:
+        session.ready |= mask  # the next of its key, or the next suspect, may go
+
+
+def ack(session: Session, lease: Lease, result: bytes, policy: int) -> None:
+    hold(session, lease)
+    session.append([_records.pack_ack(lease.tid, lease.gid, lease.offset, result)], policy)
+    session.must_sync |= policy >= SYNC
+    let_go(session, lease)
+
+
+def nack(
+    session: Session,
+    lease: Lease,
+    retry: RetryPolicy,
+    backoff_s: float | None,
+    reason: str,
+    count: bool,
+    consumer: str,
+    policy: int,
+) -> bool:
+    """A failed delivery. True when it was the last one and the message is dead."""
+    hold(session, lease)
+    failure = (session.now_us, reason, consumer) if count else None
+    dies = count and lease.retry >= retry.max_retries
+    if dies:
+        record = _dead_of(session, lease, reason, failure)
+    else:
+        n = lease.retry + 1
+        wait_us = int(backoff_s * 1e6) if backoff_s is not None else backoff_us(retry, n)
+        record = _records.pack_return(
+            lease.gid,
+            lease.offset,
+            NACK,
+            due_us=session.now_us + wait_us if wait_us > 0 else 0,
+            delivery=lease.delivery,
+            retry=n if count else lease.retry,
+            crash=lease.crash,
+            failure=failure,
+        )
+    session.append([record], policy)
+    session.must_sync |= policy >= SYNC
+    let_go(session, lease)
+    session.ready |= mask_of(lease.tid)
+    return dies
+
+
+def fail(session: Session, lease: Lease, reason: str, consumer: str, policy: int) -> None:
+    """Straight to the dead letters."""
+    hold(session, lease)
+    failure = (session.now_us, reason, consumer)
+    session.append([_dead_of(session, lease, reason, failure)], policy)
+    session.must_sync |= policy >= SYNC
+    let_go(session, lease)
+
+
+def _dead_of(
+    session: Session, lease: Lease, reason: str, failure: _records.Failure | None
+) -> _records.Record:
+    return _records.pack_dead(
+        lease.gid,
+        lease.offset,
+        reason,
+        session.now_us,
+        retry=lease.retry,
+        crash=lease.crash,
+        failure=failure,
+    )
+
+
+def release(session: Session, lease: Lease, undo: bool = False) -> None:
+    """Ready again now, uncounted. `undo`: a delivery that nobody ever saw is none."""
+    hold(session, lease)
+    session.append(
+        [
+            _records.pack_return(
+                lease.gid,
+                lease.offset,
+                UNDO if undo else RELEASE,
+                delivery=lease.delivery - 1 if undo else lease.delivery,
+                retry=lease.retry,
+                crash=lease.crash,
+            )
+        ]
+    )
+    let_go(session, lease)
+    session.ready |= mask_of(lease.tid)
+
+
+def extend(session: Session, lease: Lease, seconds: float | None) -> None:
+    """Count the lease anew from now."""
+    hold(session, lease)
+    deadline_ns = deadline_of(seconds)
+    session.append([_records.pack_extend(lease.gid, lease.offset, deadline_ns)])
+    lease.deadline_ns = deadline_ns
+    lease.visibility_s = seconds

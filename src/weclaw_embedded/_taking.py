@@ -1,0 +1,256 @@
+"""Take: choosing what is delivered next, and judging first what ended by itself.
+
+Role: operations for `Engine.execute` that lease. A lease that ended without its holder (its time
+ran out, the process died) is judged by whoever looks next, with his own retry policy, before
+anything is handed out; what he decides is appended with absolute numbers (counters, due times),
+so that folding the log never has to decide anything again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from . import _clock, _records
+from ._delivery import (
+    Address,
+    Lease,
+    Taken,
+    backoff_us,
+    deadline_of,
+    group_of,
+    place,
+)
+from ._index import GroupState, Pick, Row
+from ._options import RetryPolicy
+from ._records import DIED, LAPSED, NEVER
+from ._session import Session
+from ._shared import DEAD_SEQ, READY, mask_of
+from ._wake import Waiter
+
+LAPSE_REASON: Final = "lease ran out"
+DEATH_REASON: Final = "consumer died"
+EXPIRY_REASON: Final = "expired"
+
+
+def take(
+    session: Session,
+    address: Address,
+    n: int,
+    visibility_s: float | None,
+    waiter: Waiter | None,
+    choose: Callable[..., list[Pick]] | None = None,
+) -> Taken:
+    """Lease up to `n` messages. With none, `waiter` is registered before the lock is given back,
+    so that no wake-up falls between looking and waiting. `choose(session, group, n, visible=…,
+    now_us=…, suspects=…)` is for an order other than the index's.
+    """
+    engine = session.engine
+    group = group_of(session, address)
+    taken = Taken()
+    if group.paused_until_us <= session.now_us:
+        engine.bury(session, engine.dead_owners(everyone=False))
+        picks = _look(session, group, address.retry, n, taken.dead, choose)
+        if not picks:
+            dead = engine.dead_owners(everyone=True)
+            if dead:
+                engine.bury(session, dead)
+                picks = _look(session, group, address.retry, n, taken.dead, choose)
+        if picks:
+            _lease(session, address, group, picks, visibility_s, taken.leases)
+            session.settled |= mask_of(group.tid)  # ready is less now: there may be room
+            return taken
+        taken.look_again_us = _next_look(session, group)
+    else:
+        taken.look_again_us = group.paused_until_us
+    if waiter is not None:
+        engine.waker.add(waiter)
+        session.page.wait_for(engine.slot, READY, mask_of(group.tid))
+    return taken
+
+
+def _look(
+    session: Session,
+    group: GroupState,
+    retry: RetryPolicy,
+    n: int,
+    dead: list[int],
+    choose: Callable[..., list[Pick]] | None,
+) -> list[Pick]:
+    sweep(session, group, retry, dead)
+    suspects = session.engine.suspects_held()
+    visible = session.page.visible(session.log.pending_tail)
+    now_us = session.now_us
+    if choose is not None:
+        return choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
+    return session.tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
+
+
+def _lease(
+    session: Session,
+    address: Address,
+    group: GroupState,
+    picks: list[Pick],
+    visibility_s: float | None,
+    leases: list[Lease],
+) -> None:
+    engine = session.engine
+    deadline_ns = deadline_of(visibility_s)
+    head = session.log.head_offset
+    for pick in picks:
+        lease = Lease(engine, group.tid, group.gid, pick.offset, pick.priority)
+        row: Row | None = pick.row
+        if row is not None:
+            lease.retry = row.retry
+            lease.crash = row.crash
+            lease.redrive = row.redrive
+            lease.delivery = row.delivery + 1
+            lease.keyed = row.keyed
+        lease.deadline_ns = deadline_ns
+        lease.visibility_s = visibility_s
+        lease.holder = address.holder
+        if pick.offset >= head:
+            lease.salt = session.log.salt(pick.offset)
+        else:
+            lease.location, lease.salt = place(session, pick.offset)
+        leases.append(lease)
+    session.append(
+        [
+            *engine.owner_records(),
+            _records.pack_deliver(
+                group.tid,
+                group.gid,
+                engine.token,
+                deadline_ns,
+                [(pick.offset, pick.priority, pick.from_queue) for pick in picks],
+            ),
+        ]
+    )
+    for lease in leases:
+        engine.hold(lease)
+
+
+def _next_look(session: Session, group: GroupState) -> int | None:
+    """When something may be ready without anybody writing, in queue time."""
+    tx = session.tx
+    soonest = tx.next_due(group)
+    deadline_ns = tx.next_deadline(group)
+    if deadline_ns is not None and deadline_ns < NEVER:
+        ahead_us = max(0, (deadline_ns - _clock.monotonic_ns()) // 1000)
+        lapse_us = session.now_us + ahead_us + 1
+        soonest = lapse_us if soonest is None else min(soonest, lapse_us)
+    return soonest
+
+
+def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[int]) -> None:
+    """Judge what ended by itself: owners' deaths, leases run out, messages expired; then make
+    ready what is due. Offsets of new dead letters are added to `dead`.
+    """
+    tx = session.tx
+    seq = session.page.words[DEAD_SEQ]
+    if group.dead_seen != seq:
+        living = {token for _, token in session.page.owners()}
+        gone = [(o, row) for o, row in tx.leases(group.gid) if row.owner not in living]
+        _return_all(
+            session, group, [_judge_death(session, group, o, r, retry, dead) for o, r in gone]
+        )
+        group.dead_seen = seq
+        tx.touch(group)
+    now_ns = _clock.monotonic_ns()
+    lapsed = tx.lapsed(group, now_ns)
+    if lapsed:
+        for offset, _ in lapsed:
+            session.engine.let_go((group.gid, offset))
+        _return_all(
+            session,
+            group,
+            [_judge_lapse(session, group, o, r, retry, now_ns, dead) for o, r in lapsed],
+        )
+    if not (group.n_back or group.n_suspect or group.n_wait or group.n_parked):
+        return  # nothing that could expire or be due
+    expired = tx.expired(group, session.now_us)
+    if expired:
+        dead.extend(offset for offset, _ in expired)
+        _return_all(
+            session, group, [_die(session, group, o, r, EXPIRY_REASON, None) for o, r in expired]
+        )
+    tx.move_due(group, session.now_us)
+
+
+def _return_all(session: Session, group: GroupState, records: list[_records.Record]) -> None:
+    if records:
+        session.judge(records)
+        session.ready |= mask_of(group.tid)
+        session.settled |= mask_of(group.tid)
+
+
+def _judge_death(
+    session: Session,
+    group: GroupState,
+    offset: int,
+    row: Row,
+    retry: RetryPolicy,
+    dead: list[int],
+) -> _records.Record:
+    crash = row.crash + 1
+    failure = (session.now_us, DEATH_REASON, session.tx.owner_name(row.owner))
+    if crash > retry.max_crashes:
+        dead.append(offset)
+        return _die(session, group, offset, row, DEATH_REASON, failure, crash=crash)
+    return _records.pack_return(
+        group.gid,
+        offset,
+        DIED,
+        delivery=row.delivery,
+        retry=row.retry,
+        crash=crash,
+        failure=failure,
+    )
+
+
+def _judge_lapse(
+    session: Session,
+    group: GroupState,
+    offset: int,
+    row: Row,
+    retry: RetryPolicy,
+    now_ns: int,
+    dead: list[int],
+) -> _records.Record:
+    failure = (session.now_us, LAPSE_REASON, session.tx.owner_name(row.owner))
+    if row.retry >= retry.max_retries:
+        dead.append(offset)
+        return _die(session, group, offset, row, LAPSE_REASON, failure)
+    # Counted from the moment it ran out, however late somebody looks.
+    late_us = max(0, (now_ns - row.deadline) // 1000)
+    wait_us = backoff_us(retry, row.retry + 1)
+    return _records.pack_return(
+        group.gid,
+        offset,
+        LAPSED,
+        due_us=session.now_us - late_us + wait_us if wait_us > late_us else 0,
+        delivery=row.delivery,
+        retry=row.retry + 1,
+        crash=row.crash,
+        failure=failure,
+    )
+
+
+def _die(
+    session: Session,
+    group: GroupState,
+    offset: int,
+    row: Row,
+    reason: str,
+    failure: _records.Failure | None,
+    crash: int | None = None,
+) -> _records.Record:
+    return _records.pack_dead(
+        group.gid,
+        offset,
+        reason,
+        session.now_us,
+        retry=row.retry,
+        crash=row.crash if crash is None else crash,
+        failure=failure,
+    )
