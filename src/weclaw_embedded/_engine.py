@@ -93,7 +93,7 @@ UPKEEP_S: Final = 0.1
 
 @functools.cache
 def _session_maker() -> Callable[[Engine, int], Session]:
-    from ._replication import session_of
+    from ._replicated import session_of
 
     return session_of
 
@@ -380,20 +380,20 @@ class Engine(Folding, Durability, FileOptions):
 
     def on_replica(self, until: int, until_s: float) -> bool:
         """Wait until the replica has everything below; False when the time is over."""
-        from ._replication import wait
+        from ._replicated import wait
 
         return wait(self, until, until_s)
 
     def take_back(self, until: int, puts: Sequence[int]) -> ReplicaUnavailableError | None:
         """Take back puts that the replica did not confirm; what to raise. None: it has them."""
-        from ._replication import take_back
+        from ._replicated import take_back
 
         return take_back(self, until, puts)
 
     def _configure_replica(self) -> None:
         words = self.page.words
         if self.option("replica") or words[REPLICATION] or words[REPLICA_HIGH]:
-            from ._replication import configure
+            from ._replicated import configure
 
             configure(self)
 

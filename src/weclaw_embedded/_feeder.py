@@ -16,6 +16,7 @@ It must not know who waits. A link is used by one thread at a time.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import select
@@ -36,6 +37,7 @@ logger = logging.getLogger("weclaw_embedded")
 Address = str | tuple[str, ...]
 
 ERRORS_NAME: Final = "replica.err"
+RECORD_NAME: Final = "replica"  # where the address is kept beside the file
 _CONNECT_S: Final = 30.0
 _END_PATIENCE_S: Final = 1.0
 _LOOK_S: Final = 0.1  # how long a wait goes on before it is seen that the store closes
@@ -386,3 +388,23 @@ def normal(address: object) -> Address | None:
     if isinstance(address, (list, tuple)) and address:
         return tuple(str(word) for word in address)
     return None
+
+
+def write_record(directory: str, address: Address) -> None:
+    """Note the address beside the file, for whoever finds the file gone."""
+    path = os.path.join(directory, RECORD_NAME)
+    if read_record(directory) == address:
+        return
+    with contextlib.suppress(OSError):
+        with open(path + ".new", "w", encoding="utf-8") as file:
+            json.dump(address, file)
+        os.replace(path + ".new", path)
+
+
+def read_record(directory: str) -> Address | None:
+    """The address noted beside the file; None when there is none that can be read."""
+    try:
+        with open(os.path.join(directory, RECORD_NAME), encoding="utf-8") as file:
+            return normal(json.load(file))
+    except (OSError, ValueError):
+        return None

@@ -19,13 +19,12 @@ from typing import Final
 
 from . import _clock, _files, _stream
 from ._copy import Copy, read_role, role_of
-from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal
+from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
 from ._format import COPY, PRIMARY
 from ._mend import unreadable
 from ._opening import IN_USE, is_new, read_header, scratch_of
 from ._options import StoreOptions
 from ._recovery import find_segments
-from ._replication import read_record
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
 from .errors import (
     CorruptError,

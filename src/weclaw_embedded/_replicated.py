@@ -1,0 +1,306 @@
+"""Turns in a file that has a replica, is one, or was replaced by one.
+
+Role: what a synchronous replica means to the operations of a process: whatever they promise, they
+promise the replica, and what it does not confirm in time is taken back. Also who takes part in
+feeding it, as the file's options say.
+
+Invariants: a put is taken back under the write lock, only if it is still not replicated then: so
+it was visible to nobody, and nobody is told both. Settling is never taken back. A fenced file is
+only looked at.
+
+It must not know how the replica is fed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import _files, _records
+from ._copy import write_role
+from ._feeder import RECORD_NAME, normal, read_record, write_record
+from ._format import PRIMARY
+from ._replication import Replication, fenced_error
+from ._session import ALL, REPLICA, Session
+from ._shared import (
+    IS_COPY,
+    IS_FENCED,
+    REPLICA_AT,
+    REPLICA_HIGH,
+    REPLICA_PIN,
+    REPLICATED,
+    REPLICATION,
+    SYNC_WANTED,
+    VOIDS,
+    WANTED,
+)
+from .errors import ClosedError, ReplicaUnavailableError
+from .wal import HEAD, TAIL
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+logger = logging.getLogger("weclaw_embedded")
+
+
+class ReplicatedSession(Session):
+    """A turn in a file with a synchronous replica: whatever was promised anything is promised the
+    replica. What was promised nothing (a lease, a judgement) comes without a policy.
+    """
+
+    __slots__ = ("puts", "settles", "voids")
+    sync_from = 0
+    replicated = True
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.puts: list[int] | None = None
+        self.settles = False
+        self.voids = self.page.words[VOIDS]
+
+    def append(
+        self,
+        records: Any,
+        policy: int = -1,
+        *,
+        puts: bool = False,
+        spare: bool = True,
+        flags: int = 0,
+    ) -> list[int]:
+        if policy < 0:
+            return super().append(records, puts=puts, spare=spare, flags=flags)
+        offsets = super().append(records, REPLICA, puts=puts, spare=spare, flags=flags)
+        self.must_sync = True
+        if puts and len(offsets) == 1 and self.puts is None:
+            self.puts = offsets
+        elif puts and records[0][0][0] != _records.ACK:  # acks go before the puts they belong to
+            made = [
+                offset
+                for offset, record in zip(offsets, records, strict=True)
+                if record[0][0] == _records.PUT
+            ]
+            self.puts = made if self.puts is None else self.puts + made
+        else:
+            self.settles = True
+        return offsets
+
+    def finish(self) -> None:
+        if self._appended:
+            end = self.log.pending_tail
+            if self._sync_from:
+                self.page.promise_replica(self._sync_from, end)
+            replication = self.engine.replication
+            if self.must_sync and not (replication is not None and replication.is_feeder):
+                self.page.await_replica(self.engine.slot, end)
+        super().finish()
+
+    def confirm(self, until: int) -> None:
+        """Wait for the replica as one call must: a put is taken back when that takes too long, and
+        what settles is done all the same. Raises ReplicaUnavailableError, StoreFailedError.
+        """
+        engine = self.engine
+        puts = self.take_puts()
+        timeout_s = engine.replica_timeout
+        if not wait(engine, until, time.monotonic() + timeout_s):
+            if puts is None:
+                logger.warning(
+                    "%s: the replica did not confirm within %s s; what was settled is settled here",
+                    engine.path,
+                    timeout_s,
+                )
+                return
+            refused = take_back(engine, until, puts)
+            if refused is not None:
+                raise refused
+        if puts is not None and not puts and engine.page.words[VOIDS] != self.voids:
+            # What was there under the id may have been taken back while this call waited.
+            raise unavailable(engine, False)
+
+    def take_puts(self) -> list[int] | None:
+        """Offsets of what this job put, to be taken back if need be; None for what is done
+        whatever the replica says. Empty: it put nothing, because somebody had put it already.
+        """
+        puts, settles = self.puts, self.settles
+        self.puts, self.settles = None, False
+        return puts if puts is not None else None if settles else []
+
+
+class FencedSession(Session):
+    """A turn in a file over which its copy was promoted: it can only be looked at."""
+
+    __slots__ = ()
+    may_write = False
+
+    def append(self, records: Any, policy: int = 0, **_: Any) -> list[int]:
+        raise fenced_error(self.engine)
+
+    def judge(self, records: Any) -> None:
+        for record in records:
+            self.tx.apply(self.page.words[TAIL], self.now_us, b"".join(record))
+
+    def finish(self) -> None:
+        self.abort()
+
+
+class CopySession(Session):
+    """A turn in a replica's copy that was opened as it is: it stays a copy until it is changed."""
+
+    __slots__ = ()
+
+    def append(
+        self,
+        records: Any,
+        policy: int = 0,
+        *,
+        puts: bool = False,
+        spare: bool = True,
+        flags: int = 0,
+    ) -> list[int]:
+        engine = self.engine
+        logger.warning(
+            "%s is a replica's copy and was not promoted; it is changed now, so its primary will "
+            "refuse it as one that went its own way; `weclawctl promote` is how to take over",
+            engine.path,
+        )
+        write_role(engine.fd, engine.header, PRIMARY)
+        self.page.words[REPLICATION] &= ~IS_COPY
+        return super().append(records, policy, puts=puts, spare=spare, flags=flags)
+
+
+def session_of(engine: Engine, mode: int) -> Session:
+    """The kind of session for a file with this REPLICATION word."""
+    if engine.replication is None:
+        if mode & IS_FENCED:
+            return FencedSession(engine)
+        if mode & IS_COPY:
+            return CopySession(engine)
+        engine.timer.call_at(0.0, lambda: follow(engine))
+    elif mode & IS_FENCED:
+        return FencedSession(engine)
+    return ReplicatedSession(engine) if mode & SYNC_WANTED else Session(engine)
+
+
+def configure(engine: Engine) -> None:
+    """A handle was opened: see what holds for the replica now, and take part in feeding it."""
+    words = engine.page.words
+    if words[REPLICATION] & (IS_COPY | IS_FENCED):
+        return
+    address = normal(engine.option("replica"))
+    if address is None:
+        if words[REPLICATION] & WANTED and engine.chose("replica"):
+            _set_mode(engine, 0)
+            _files.unlink(os.path.join(engine.directory, RECORD_NAME))
+            stop(engine)
+        if not words[REPLICATION] & WANTED:
+            words[REPLICA_HIGH] = 0  # whoever promised a replica is gone, and so is that
+        return
+    if isinstance(address, str) and os.path.realpath(address) == os.path.realpath(engine.path):
+        if engine.chose("replica", environment=False):
+            raise ValueError(
+                f"replica={address!r} is the file itself; nothing was opened; name another place"
+            )
+        logger.warning(
+            "%s is named as its own replica (perhaps it was a copy once); it works without one",
+            engine.path,
+        )
+        return
+    if engine.replication is not None and engine.replication.address != address:
+        stop(engine)
+    _set_mode(engine, WANTED | (SYNC_WANTED if engine.option("sync_replica") else 0))
+    write_record(engine.directory, address)
+    follow(engine)
+
+
+def _set_mode(engine: Engine, mode: int) -> None:
+    def change(session: Session) -> None:
+        words = session.page.words
+        if words[REPLICATION] & IS_FENCED:
+            return
+        words[REPLICATION] = mode
+        if mode & WANTED and not words[REPLICA_PIN]:
+            # Until it has said what it has, nothing it may need is freed.
+            words[REPLICA_PIN] = words[HEAD] + 1
+        if not mode & WANTED:
+            words[REPLICA_PIN] = words[REPLICA_AT] = words[REPLICATED] = 0
+        if not mode & SYNC_WANTED:
+            words[REPLICA_HIGH] = 0
+
+    if engine.page.words[REPLICATION] != mode:
+        engine.execute(change)
+
+
+def follow(engine: Engine) -> None:
+    """Take part in feeding, if this process knows where the replica is."""
+    if engine.replication is not None or engine.closed:
+        return
+    address = normal(engine.option("replica")) or read_record(engine.directory)
+    if address is None:
+        return
+    replication = Replication(engine, address)
+    if engine.take_part(replication):
+        replication.start()
+
+
+def stop(engine: Engine) -> None:
+    """The replica was given up, or is another one now."""
+    replication, engine.replication = engine.replication, None
+    if replication is not None:
+        replication.close()
+        replication.give_up()
+
+
+def wait(engine: Engine, until: int, until_s: float) -> bool:
+    """Wait until the replica has everything below `until`; False when the time is over. Raises
+    StoreFailedError, FencedError, ClosedError.
+    """
+    replication: Replication | None = engine.replication
+    if replication is None:
+        follow(engine)
+        replication = engine.replication
+    if replication is None:
+        if not engine.replicates:
+            return True
+        raise ClosedError(
+            f"{engine.path}: nobody is left here who feeds its replica; what was written is in "
+            "doubt; open it again"
+        )
+    return replication.wait(until, until_s)
+
+
+def take_back(engine: Engine, until: int, puts: Sequence[int]) -> ReplicaUnavailableError | None:
+    """Take puts back that the replica did not confirm in time, for good: the error to raise. None
+    if it has them by now.
+    """
+
+    def void(session: Session) -> bool:
+        words = session.page.words
+        if words[REPLICATED] >= until:
+            return False
+        if puts:
+            session.append([_records.pack_void(puts)])
+            words[VOIDS] += 1
+            session.ready = session.settled = ALL
+        return True
+
+    if not engine.execute(void):
+        return None
+    if puts:
+        engine.durable(engine.page.words[TAIL])
+    return unavailable(engine, bool(puts))
+
+
+def unavailable(engine: Engine, taken_back: bool) -> ReplicaUnavailableError:
+    replication: Replication | None = engine.replication
+    reason = "" if replication is None else replication.reason
+    what = (
+        "the put was taken back and is delivered to nobody"
+        if taken_back
+        else "what was put before under this id is not confirmed yet"
+    )
+    return ReplicaUnavailableError(
+        f"the replica of {engine.path} did not confirm within {engine.replica_timeout} s{reason}; "
+        f"{what}; put again later, or open the file with sync_replica=False"
+    )
