@@ -177,6 +177,8 @@ class Replication:
         except (LinkDownError, RefusedError, LookupError, OSError) as error:
             self._lost(error)
             return False
+        if done:
+            self._said = ""
         self._publish(target if done else 0, link.acked)
         return True
 
@@ -296,7 +298,6 @@ class Replication:
                     NOT_A_COPY,
                 )
             self._publish(0, link.acked)
-            self._said = ""
         return False
 
     def _serve(self) -> bool:

@@ -75,7 +75,7 @@ def promote(path: str | os.PathLike[str]) -> int:
     try:
         header = read_header(fd, name)
         lock_copy(fd, name, 0.0)
-        role, _ = read_role(fd, header)
+        role, fenced_by = read_role(fd, header)
         if role == PRIMARY:
             raise StorageError(
                 f"{name} is no copy but a queue in its own right; nothing was changed; open it as "
@@ -84,7 +84,7 @@ def promote(path: str | os.PathLike[str]) -> int:
         log = Log(fd, header, LogState())
         recover_copy(log)
         # The epoch first: from here on the old primary is refused, whatever happens to us.
-        epoch = log.write_header(epoch=header.epoch + 1).epoch
+        epoch = log.write_header(epoch=max(header.epoch, fenced_by) + 1).epoch
         write_role(fd, header, PRIMARY)
         # Shared, as those hold it who have a queue open: no receiver comes in between.
         _files.try_lock(fd, RECEIVER, False)
