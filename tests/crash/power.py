@@ -346,8 +346,10 @@ def surely(
             for n, part in enumerate(doubt.parts(event)):
                 ledger.hear(f"{child}~{number}.{n}", part)
         elif number not in begun or begun[number] in confirmed:
-            for part in doubt.seen_parts(event):
-                ledger.hear(child, part)
+            *apart, seen = doubt.seen_parts(event)
+            for n, part in enumerate(apart):  # whose order beside the others can't be told
+                ledger.hear(f"{child}~{number}.{n}", part)
+            ledger.hear(child, seen)
     return ledger
 
 
