@@ -319,7 +319,8 @@ class Model:
         self.say(rec.pack_replay(gid, items))
         for offset in offsets:
             if group.has.get(offset, Standing(0, 0, 0, "done")).status == "done":
-                group.has[offset] = Standing(offset, 0, 0)
+                delivered = 1 if offset >= group.start else 0
+                group.has[offset] = Standing(offset, 0, 0, delivery=delivered)
                 if group.settled and offset >= group.start:
                     group.settled -= 1
 

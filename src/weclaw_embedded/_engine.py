@@ -89,6 +89,7 @@ logger = logging.getLogger("weclaw_embedded")
 DEATH_CHECK_S: Final = 0.4
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
+_LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
 
 
 @functools.cache
@@ -148,6 +149,8 @@ class Engine(Folding, Durability, FileOptions):
         self._next_probe = 0
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
+        # What groups in the way of reclaim had done, and when that last changed (queue time).
+        self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
         self.known_options: dict[str, Any] = {}
         self.effective: dict[str, Any] = {}
         self.options_seen = -1
@@ -503,6 +506,7 @@ class Engine(Folding, Durability, FileOptions):
                 self.io.close()
             if not (self.page.words[FAILED] or self._failure):
                 with contextlib.suppress(StoreFailedError, DiskFullError, FencedError):
+                    self._last_upkeep()
                     self.execute(self._leave)
                     self.flush()
         finally:
@@ -514,6 +518,15 @@ class Engine(Folding, Durability, FileOptions):
             with self._lock:
                 self.closed = True
                 self._give_up()
+
+    def _last_upkeep(self) -> None:
+        """What a timer would have given back soon: there will be no timer."""
+        from ._reclaim import maintain
+
+        for _ in range(_LAST_ROUNDS):
+            wait_s = maintain(self)
+            if wait_s is None or wait_s > UPKEEP_S:
+                return
 
     def hand_back(self, belongs: Callable[[Any], bool]) -> None:
         """Release, uncounted, what was leased by holders of which `belongs(holder)` is true, and

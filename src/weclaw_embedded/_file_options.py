@@ -7,14 +7,17 @@ Role: the part of the engine that records what handles were given and says what 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from . import _records
 from ._format import FileHeader
-from ._options import DEFAULTS, RECORDED_OPTIONS, StoreOptions
+from ._options import DEFAULTS, RECORDED_OPTIONS, StoreOptions, check_option
 from ._session import SYNC, Session
 from ._shared import OPTIONS_SEQ, SharedPage
+
+logger = logging.getLogger("weclaw_embedded")
 
 # What is recorded beside the replica: the store whose replica it is.
 REPLICA_OF: Final = "replica_of"
@@ -27,6 +30,17 @@ def _recorded(value: Any) -> Any:
     if value is None:
         return _NO_LIMIT
     return list(value) if isinstance(value, tuple) else value
+
+
+def _believed(name: str, value: Any) -> Any:
+    """An option as the log holds it, for use; the default for what makes no sense."""
+    if value == _NO_LIMIT:
+        return None
+    try:
+        return check_option(name, value)
+    except (ValueError, TypeError) as error:
+        logger.warning("the file records an option that makes no sense: %s", error)
+        return DEFAULTS[name]
 
 
 class FileOptions:
@@ -103,8 +117,8 @@ class FileOptions:
             if chosen is not None and name in chosen.environment:
                 effective[name] = getattr(chosen, name)
             else:
-                value = recorded.get(name, DEFAULTS[name])
-                effective[name] = None if value == _NO_LIMIT else value
+                said = name in recorded
+                effective[name] = _believed(name, recorded[name]) if said else DEFAULTS[name]
         self.effective = effective
 
     def change_options(self, values: Mapping[str, Any], policy: int) -> None:

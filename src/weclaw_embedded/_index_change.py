@@ -289,6 +289,9 @@ class Change(Moves):
                 topic.use(priority)
                 self._changed_topics[topic.tid] = topic
             row = Row(priority, message, keyhash=keyhash, expiry_us=expiry_us)
+            # Retries begin anew, hand-overs go on: one it had, or it would not be settled. (How
+            # many more is no longer known.)
+            row.delivery = 1 if message >= group.start else 0
             self._enter(group, message, row, time_us)
             self._delete(key_u64_u64(RESULT, said.gid, message))
             if group.settled and message >= group.start:

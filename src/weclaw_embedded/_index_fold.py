@@ -410,7 +410,8 @@ class Fold(Keep, Notes):
                         continue
                 if kind != PUT and kind != ACK:
                     self._write_leases(fresh)
-                    at = -1  # the group may be another one now
+                    fresh.clear()  # the group may be another one now, or gone
+                    at = -1
                 self._apply(offset, time_us, record)
                 tid = -1  # it may have begun another chunk
         self._write_leases(fresh)

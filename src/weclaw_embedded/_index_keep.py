@@ -57,6 +57,7 @@ from ._records import (
     STATE_DEAD,
     STATE_LEASED,
     STATE_READY,
+    STATE_SUSPECT,
     CarriedRow,
     Carry,
     Checkpoint,
@@ -323,6 +324,21 @@ class Keep(Change):
                 if len(found) >= limit:
                     break
         return (live + sorted(found))[:limit]
+
+    def has_ready(self, start: int, end: int) -> bool:
+        """Whether in [start, end) stands a message that some group may be given now."""
+        for topic in self.topics():
+            owners = self._owners(topic.tid)
+            if next(self._unread(topic, owners, start, end), None) is not None:
+                return True
+            for group in owners:
+                prefix = OTHER + U64.pack(group.gid)
+                for _, value in self._scan(
+                    prefix, prefix + U64.pack(start), prefix + U64.pack(end)
+                ):
+                    if Row.unpack(value).state in (STATE_READY, STATE_SUSPECT):
+                        return True
+        return False
 
     def _carried_in(self, start: int, end: int) -> list[int]:
         rows = self._scan(MOVED_TO, key_u64(MOVED_TO, start), key_u64(MOVED_TO, end))

@@ -201,13 +201,15 @@ class Message:
 
         if backoff is not None:
             backoff = check_seconds("backoff", backoff)
+        if not isinstance(count, bool):
+            raise TypeError(f"count must be True or False, not {count!r}; nothing was changed")
         queue = self._queue
         died = self._settle(
             _settling.nack,
             queue._address.retry,
             backoff,
             clip(reason, "nack"),
-            bool(count),
+            count,
             queue._consumer,
             queue._policy,
         )

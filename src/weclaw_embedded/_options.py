@@ -40,6 +40,7 @@ __all__ = [
     "Unset",
     "check_count",
     "check_name",
+    "check_option",
     "check_seconds",
     "check_timeout",
     "queue_options",
@@ -348,6 +349,14 @@ _QUEUE: Final = (
 
 DEFAULTS: Final = {option.name: option.default for option in _STORE}
 """What holds when neither caller nor environment nor file says anything."""
+
+
+_CHECKS: Final = {option.name: option.check for option in _STORE}
+
+
+def check_option(name: str, value: Any) -> Any:
+    """A value of an option of the store, checked; raises ValueError or TypeError."""
+    return _CHECKS[name](name, value)
 
 
 def _variable(suffix: str) -> tuple[str, str] | None:

@@ -23,6 +23,7 @@ from ._delivery import (
 from ._session import SYNC, Session
 from ._settling import hold, let_go
 from ._shared import mask_of
+from ._taking import sweep
 from ._wake import Waiter
 from .errors import Full, LeaseLostError, MessageTooLargeError
 
@@ -45,12 +46,14 @@ def put(
     policy: int,
     maxsize: int,
     waiter: Waiter | None = None,
+    dead: list[int] | None = None,
 ) -> list[str]:
     """Append the messages as one frame; their ids, in order. `NoRoom` when there is none now, with
-    `waiter` registered before the lock is given back.
+    `waiter` registered before the lock is given back. Offsets of messages that ran out, and so
+    made room, are added to `dead`.
     """
     try:
-        return _put(session, address, messages, policy, maxsize)
+        return _put(session, address, messages, policy, maxsize, [] if dead is None else dead)
     except NoRoom:
         if waiter is not None:
             wait_settled(session, -1, waiter)
@@ -58,7 +61,12 @@ def put(
 
 
 def _put(
-    session: Session, address: Address, messages: Sequence[Encoded], policy: int, maxsize: int
+    session: Session,
+    address: Address,
+    messages: Sequence[Encoded],
+    policy: int,
+    maxsize: int,
+    dead: list[int],
 ) -> list[str]:
     tid, records = topic_of(session, address.topic)
     ids: list[str | None] = []
@@ -69,7 +77,7 @@ def _put(
             break
     if fresh:
         if maxsize > 0:
-            _check_room(session, address, len(fresh), maxsize)
+            _check_room(session, address, len(fresh), maxsize, dead)
         first = len(records)
         skew_us = _skew_us(session)
         records += [_put_record(session, tid, message, skew_us) for message in fresh]
@@ -147,13 +155,17 @@ def _put_record(session: Session, tid: int, message: Encoded, skew_us: int) -> _
     return _records.pack_put(message.priority, message.codec, tid, meta, message.body)
 
 
-def _check_room(session: Session, address: Address, n: int, maxsize: int) -> None:
+def _check_room(session: Session, address: Address, n: int, maxsize: int, dead: list[int]) -> None:
     if n > maxsize:
         raise Full(
             f"{n} messages can never fit a queue of maxsize {maxsize}; nothing was put; put fewer"
         )
     group = seen_by(session, address)
     waiting = 0 if group is None else waiting_in(session.tx, group)
+    if group is not None and waiting + n > maxsize and not group.is_template:
+        # What has run out meanwhile makes room.
+        sweep(session, group, address.retry, dead)
+        waiting = waiting_in(session.tx, group)
     if waiting + n > maxsize:
         raise NoRoom(
             f"topic {address.topic!r} has {waiting} of at most {maxsize} messages waiting in group "

@@ -11,8 +11,9 @@ Invariants:
   message (groups, pauses, options) stands in a CHECKPOINT later than the segment that is freed.
   Both are written before the segment is freed, and are on stable storage before its slot is used
   again (`_segments`).
-* Work is bounded: a segment of which much lives is carried only if that is what keeps the file
-  from shrinking, that is when less than half of all that is kept lives.
+* Work is bounded: what is ready is carried only for groups that stand still, and a segment of which
+  much lives only if that is what keeps the file from shrinking, that is when less than half of all
+  that is kept lives. (A backlog that is being drained must not be rewritten before its consumers.)
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from .wal import HEAD, LAST
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
 _STEPS: Final = 8
+# A group that has taken nothing for so long is not about to take the oldest.
+_STALLED_S: Final = 5.0
 _FEW_GROUPS: Final = 100
 _CARRY_EXTRA_BYTES: Final = 200  # what a CARRY says besides the message
 
@@ -55,7 +58,13 @@ def step(session: Session, force: bool) -> float | None:
         wait_s = _retained_s(session, tx, segment, end)
         if wait_s != 0.0:
             return wait_s
-    records = _carries(session, tx, tx.live_in(start, (segment + 1) << log.bits))
+    live = tx.live_in(start, (segment + 1) << log.bits)
+    if live and not force and tx.has_ready(start, (segment + 1) << log.bits):
+        # What will be taken soon is not worth carrying; what nobody takes is.
+        wait_s = _getting_on_s(session, tx, (segment + 1) << log.bits)
+        if wait_s > 0.0:
+            return wait_s
+    records = _carries(session, tx, live)
     if records is None:
         return None
     checkpoint = log.checkpoint()
@@ -83,6 +92,22 @@ def _retained_s(session: Session, tx: Tx, segment: int, end: int) -> float | Non
         return left_s
     kept_after = session.log.pending_tail - end
     return left_s if kept_after <= size_bytes + tx.live_bytes() else 0.0
+
+
+def _getting_on_s(session: Session, tx: Tx, end: int) -> float:
+    """Seconds to wait for groups that are getting on with what stands below `end`; 0.0 when they
+    have stood still for long.
+    """
+    engine = session.engine
+    done = [
+        (group.gid, group.picks, group.settled)
+        for topic in tx.topics()
+        for group in tx.groups(topic.tid) or [tx.template(topic.tid)]
+        if (oldest := tx.oldest(group)) is not None and oldest < end
+    ]
+    if done != engine.progress[0]:
+        engine.progress = (done, session.now_us)
+    return max(0.0, _STALLED_S - (session.now_us - engine.progress[1]) / 1e6)
 
 
 def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record] | None:

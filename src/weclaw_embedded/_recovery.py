@@ -156,7 +156,8 @@ def _restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
         if block[at : at + HEADER_COPY_BYTES] != packed[at : at + HEADER_COPY_BYTES]:
             _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
             healed.append((0, "a copy of the header block was damaged"))
-    for segment in log.segments() if slots else ():
+    # The last one always: whoever began it may have been killed between its two headers.
+    for segment in log.segments() if slots else log.segments()[-1:]:
         position = log.slot_position(log.slot_of(segment))
         header = log.read_slot(log.slot_of(segment))
         if header is None:

@@ -230,11 +230,13 @@ class Store:
         for queue in list(self._queues):
             queue._closed = True
         self._closed = True
-        if not self._shared.forked:
-            self._shared.waker.wake_all()
-            self._shared.hand_back(lambda holder: getattr(holder, "store", None) is self)
-        self._shared.forsake(self._options)
-        _registry.release(self._shared)
+        try:
+            if not self._shared.forked:
+                self._shared.waker.wake_all()
+                self._shared.hand_back(lambda holder: getattr(holder, "store", None) is self)
+        finally:
+            self._shared.forsake(self._options)
+            _registry.release(self._shared)
 
     def _drop(self) -> None:
         """Close what was dropped open, from a thread that holds no lock: the garbage collector

@@ -176,6 +176,8 @@ class DeadLetterQueue:
 
     def get(self, id: str) -> DeadLetter:
         """The letter with this id. Raises `KeyError` if there is none."""
+        if not isinstance(id, str):
+            raise TypeError(f"an id is a str, not {id!r}; nothing was changed")
         queue = self._queue
 
         def find(session: Session) -> int | None:

@@ -62,6 +62,7 @@ MAX_KEY_BYTES: Final = 65536
 _REPLAY_BATCH: Final = 50_000
 # A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
 _LONGEST_SLEEP_S: Final = 60.0
+_LOOK_FOR_ROOM_S: Final = 0.5
 
 
 class Holder:
@@ -387,9 +388,11 @@ class Queue:
         may_reclaim = True  # settled space is freed before anything is refused
         while True:
             try:
+                dead: list[int] = []
                 ids = engine.execute(
-                    _putting.put, self._address, messages, self._policy, self.maxsize, waiter
+                    _putting.put, self._address, messages, self._policy, self.maxsize, waiter, dead
                 )
+                self._remember_dead(dead)
             except DiskFullError:
                 if not may_reclaim or not make_room(engine):
                     raise
@@ -406,7 +409,9 @@ class Queue:
                 if waiter is None:
                     waiter = new_waiter(SETTLED)
                 else:
-                    self._sleep(engine, waiter, until_s)
+                    # Room also comes of itself, when a message runs out.
+                    look_s = time.monotonic() + _LOOK_FOR_ROOM_S
+                    self._sleep(engine, waiter, look_s if until_s is None else min(look_s, until_s))
                     waiter = None
                     may_reclaim = True
                 continue
