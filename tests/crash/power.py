@@ -379,6 +379,8 @@ class _Doubt:
                     self.sure.add(event[2])
                     last = self.counted.get(event[2], 0)
                     self.counted[event[2]] = max(last, event[3][0])
+        # Ids that were put once more: if the first was gone by then, there are two lives of one name.
+        self.again = {event[1] for _, _, event in heard if event[0] == "again?"}
         self.vanished = {
             token_of[event[1]]
             for number, _, event in heard
@@ -394,7 +396,7 @@ class _Doubt:
         if event[0] != "tx?":
             return [event]
         _, task, delivery, tokens, topics = event
-        if self.vanished.intersection(tokens) or task not in self.sure:
+        if self.vanished.intersection(tokens) or task not in self.sure or task in self.again:
             puts = [
                 ("put?", [token], [{"topic": topic or "default"}])
                 for token, topic in zip(tokens, topics, strict=True)
