@@ -379,7 +379,7 @@ class _Doubt:
                     self.sure.add(event[2])
                     last = self.counted.get(event[2], 0)
                     self.counted[event[2]] = max(last, event[3][0])
-        # Ids that were put once more: if the first was gone by then, there are two lives of one name.
+        # Ids that were put once more: if the first was gone, there are two lives of one name.
         self.again = {event[1] for _, _, event in heard if event[0] == "again?"}
         self.vanished = {
             token_of[event[1]]
