@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, TypeVar
 
@@ -26,13 +27,14 @@ from ._opening import IN_USE, OWNER, PAGE_NAME, attach_page, read_header, scratc
 from ._options import StoreOptions
 from ._session import Record, Session
 from ._shared import DEAD_SEQ, SHIFT
-from ._wake import Timer, Waker
+from ._wake import Timer, Waiter, Waker
 from .errors import ClosedError, StorageError
 from .wal import TAIL, Log, LogState
 
 T = TypeVar("T")
 P = ParamSpec("P")
 _WORDS = 512
+LOOK_AGAIN_S = 0.25
 
 
 class _Page(LogState):
@@ -49,8 +51,18 @@ class _Page(LogState):
     def visible(self, tail: int) -> int:
         return tail
 
+    def wait_for(self, slot: int, kind: int, mask: int) -> None:
+        """Nobody is told that a looker waits."""
+
     def close(self) -> None:
         """Nothing is held."""
+
+
+class _Waker(Waker):
+    """A looker is not woken: it makes no pipe, and looks again by itself."""
+
+    def add(self, waiter: Waiter) -> None:
+        """Nobody will wake it."""
 
 
 class _Session(Session):
@@ -103,7 +115,7 @@ class ReadonlyEngine(Engine):
         self._watch = self._sync_watch = None
         self.handles = 1
         self.slot = -1
-        self.waker = Waker(self.directory, self.slot, self.fd)
+        self.waker = _Waker(self.directory, self.slot, self.fd)
         self.token = 0
         self.forked = self.closed = False
         self._lock = threading.Lock()
@@ -188,6 +200,11 @@ class ReadonlyEngine(Engine):
 
     def bury(self, session: Session, slots: list[int]) -> None:
         """The dead are simply not among the living here."""
+
+    def wait(self, waiter: Waiter, until_s: float | None) -> None:
+        """Sleep a while, `until_s` (time.monotonic) at most; then look again."""
+        left_s = LOOK_AGAIN_S if until_s is None else min(LOOK_AGAIN_S, until_s - time.monotonic())
+        waiter.wait(left_s)
 
     def flush(self) -> None:
         """Nothing is written, so nothing is to be flushed."""

@@ -10,11 +10,13 @@ import atexit
 import contextlib
 import os
 import threading
+import weakref
 
 from ._engine import Engine
 from ._opening import open_shared
 
 _engines: dict[tuple[int, int], Engine] = {}
+_lookers: weakref.WeakSet[Engine] = weakref.WeakSet()
 _registry_lock = threading.RLock()
 
 
@@ -44,6 +46,11 @@ def acquire(
         return engine
 
 
+def keep(engine: Engine) -> None:
+    """Have an engine that only looks closed at the end of the interpreter, if nobody else does."""
+    _lookers.add(engine)
+
+
 def release(engine: Engine) -> None:
     """Give one handle's share back; the last one closes the file."""
     with _registry_lock:
@@ -59,8 +66,9 @@ def release(engine: Engine) -> None:
 def _close_all() -> None:
     """A normal end of the interpreter hands leases back and flushes."""
     with _registry_lock:
-        engines = list(_engines.values())
+        engines = [*_engines.values(), *_lookers]
         _engines.clear()
+        _lookers.clear()
     for engine in engines:
         with contextlib.suppress(Exception):
             engine.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -114,6 +115,7 @@ class Store:
 
             looking = open_readonly(self.path)
             looking.look_with(self._options)
+            _registry.keep(looking)
             return looking
         restore_missing(self.path, self._options)
         size, replica = self._options.segment_bytes, self._options.replica
@@ -246,7 +248,8 @@ class Store:
             return
         self._closed = True
         engine = self._shared
-        if not engine.forked:
+        # At the end of the interpreter no thread can be started; what is open is closed there.
+        if not engine.forked and not sys.is_finalizing():
             engine.timer.call_at(0.0, lambda: _registry.release(engine))
 
     def __enter__(self) -> Store:

@@ -16,6 +16,7 @@ import errno
 import heapq
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -203,7 +204,7 @@ class Timer:
     def call_at(self, when_s: float, function: Callable[[], None]) -> None:
         """Call `function` at `time.monotonic() == when_s` or soon after."""
         with self._condition:
-            if self._closed:
+            if self._closed or sys.is_finalizing():
                 return
             self._count += 1
             heapq.heappush(self._heap, (when_s, self._count, function))
