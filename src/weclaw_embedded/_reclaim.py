@@ -166,8 +166,30 @@ def make_room(engine: Engine) -> bool:
     freed = 0
     while freed < _STEPS and engine.execute(step, True) == 0.0:
         freed += 1
+    if not freed and engine.execute(_leave_tail):
+        freed += engine.execute(step, True) == 0.0
     _make_reusable(engine)
-    return freed > 0
+    # What was freed before, and only waited for a sync, may be used now, too.
+    return freed > 0 or engine.log.free_bytes() > 0
+
+
+def _leave_tail(session: Session) -> bool:
+    """Where all there is is one segment, full and settled, go on in the spare one, so that its slot
+    becomes free. True when it was done.
+    """
+    log = session.log
+    words = log.state.words
+    segment = words[LAST]
+    start, end = segment << log.bits, (segment + 1) << log.bits
+    if words[HEAD] != segment or log.room > log.segment_bytes // 2:
+        return False
+    if session.tx.live_in(start, end, 1):
+        return False
+    log.roll(session.now_us)
+    session.append(
+        [_records.pack_checkpoint(session.tx.checkpoint_state())], flags=CHECKPOINT_FRAME
+    )
+    return True
 
 
 def _make_reusable(engine: Engine) -> None:

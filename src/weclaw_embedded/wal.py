@@ -323,6 +323,14 @@ class Log(Reading):
         self._last_pending = (offset, crc)
         return offsets
 
+    def roll(self, time_us: int) -> None:
+        """Go on in the next segment, be the last free slot the one for it; to be written by
+        `write`. Raises DiskFullError.
+        """
+        if self._tail != self.state.words[TAIL]:
+            self._resume()
+        self._begin_segment(time_us, spare=True)
+
     def _begin_segment(self, time_us: int, spare: bool) -> None:
         """Seal the segment that the pending end is in, and go on in the next one."""
         slot = self.take_slot(spare=spare)

@@ -298,3 +298,34 @@ def test_case_26_looking_while_others_write(path):
         assert q.stats().ready == n
         assert [m.body for m in q.peek(n)] == list(range(n))
         q.close()
+
+
+def two_slots(pipe, path):
+    """Fill a file that may never have more than two slots, work it off, and again."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+    q = weclaw.Queue(path, retention=0)
+    for _ in range(3):
+        put = done = 0
+        try:
+            while True:
+                q.put(os.urandom(50_000))
+                put += 1
+        except weclaw.DiskFullError:
+            pass
+        while True:
+            try:
+                q.get(block=False).ack()
+            except weclaw.Empty:
+                break
+            done += 1
+        pipe.send((put, done))
+    q.close()
+
+
+def test_case_18_a_limit_of_two_slots_is_worked_off_and_filled_again(path):
+    """Case 18: where the file can't grow beyond its spare, settled space is used again and again."""
+    with Child(two_slots, path) as child:
+        for put, done in [child.hear() for _ in range(3)]:
+            assert put == done
+            assert put > 10
+        child.end()
