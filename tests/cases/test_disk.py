@@ -323,7 +323,7 @@ def two_slots(pipe, path):
 
 
 def test_case_18_a_limit_of_two_slots_is_worked_off_and_filled_again(path):
-    """Case 18: where the file can't grow beyond its spare, settled space is used again and again."""
+    """Case 18: where a file can't grow beyond its spare, settled space is used again and again."""
     with Child(two_slots, path) as child:
         for put, done in [child.hear() for _ in range(3)]:
             assert put == done
