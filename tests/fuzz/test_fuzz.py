@@ -198,6 +198,30 @@ FOUND = {
     "a size that is no number": [
         b"".join(_records.pack_option({"retention_bytes": [1], "max_message_bytes": {}}))
     ],
+    "a carried letter at a place where no record begins": [
+        b"".join(
+            _records.pack_carry(
+                _records.Carry(
+                    65,
+                    7,
+                    8,
+                    b"".join(_records.pack_put(0, 2, 0, b"", b"x")),
+                    [_records.CarriedRow(GID, 6, 0, 0, 65, 0, 1, 0, 0, 0, [], "no", 9)],
+                    [],
+                    [],
+                )
+            )
+        )
+    ],
+    "a topic that counts to the end": [
+        b"".join(
+            _records.pack_checkpoint(
+                _records.Checkpoint(
+                    [_records.CheckpointTopic(0, "default", 2**64 - 1, 2**64 - 1)], [], {}, []
+                )
+            )
+        )
+    ],
     "counters at their end": [
         b"".join(_records.pack_deliver(0, GID, 7, 1, [(place, 0, True)])) for place in (164,)
     ]
