@@ -78,7 +78,7 @@ from .errors import (
     ReplicaUnavailableError,
     StoreFailedError,
 )
-from .wal import COMMIT, HEAD, LAST, TAIL, WRITING, Log
+from .wal import COMMIT, HEAD, LAST, SPARES, TAIL, WRITING, Log
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -89,6 +89,8 @@ logger = logging.getLogger("weclaw_embedded")
 DEATH_CHECK_S: Final = 0.4
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
+# How often, in the last segment there is room for, it is tried to free another.
+_SPARE_TRIES: Final = 32
 _LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
 
 
@@ -149,6 +151,8 @@ class Engine(Folding, Durability, FileOptions):
         self._next_probe = 0
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
+        self._room_lock = threading.Lock()
+        self._spare_tried = -(1 << 62)
         # What groups in the way of reclaim had done, and when that last changed (queue time).
         self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
         self.known_options: dict[str, Any] = {}
@@ -179,8 +183,23 @@ class Engine(Folding, Durability, FileOptions):
         """Run `operation(session, …)` under the write lock and make it as durable as it asks.
 
         Blocks for the lock, and for a sync when the operation set `must_sync`. Raises what the
-        operation raises, then nothing was written.
+        operation raises, then nothing was written. Where the disk is full, settled space is freed
+        before anything is refused.
         """
+        try:
+            return self.turn(operation, *args, **kwargs)
+        except DiskFullError:
+            if not self.make_room():
+                raise
+            return self.turn(operation, *args, **kwargs)
+
+    def turn(
+        self,
+        operation: Callable[Concatenate[Session, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """`execute`, once, with the space there is."""
         with self._lock:
             try:
                 _files.lock(self.fd, WRITE, True)
@@ -210,6 +229,15 @@ class Engine(Folding, Durability, FileOptions):
 
         Raises what makes the whole turn fail; then none of the jobs was done.
         """
+        tail = self._turn_of(jobs)
+        full = [job for job in jobs if isinstance(job.error, DiskFullError)]
+        if full and self.make_room():
+            for job in full:
+                job.error = None
+            tail = self._turn_of(full)
+        return tail
+
+    def _turn_of(self, jobs: Sequence[Job]) -> int:
         with self._lock:
             try:
                 _files.lock(self.fd, WRITE, True)
@@ -248,6 +276,30 @@ class Engine(Folding, Durability, FileOptions):
             self._upkeep_soon()
         elif session.settled:
             self._upkeep_soon()
+        if not self.page.words[SPARES]:
+            self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        """Have a spare slot again; where there is no room for one, free what is settled while there
+        is still a little to do it with.
+        """
+        tail = self.page.words[TAIL]
+        if 0 <= tail - self._spare_tried < self.log.segment_bytes // _SPARE_TRIES:
+            return
+        self._spare_tried = tail
+        # A failure is in the shared page by now; without room it is tried again further on.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            try:
+                self.turn(lambda session: session.log.prepare_spare())
+            except DiskFullError:
+                self.make_room()
+
+    def make_room(self) -> bool:
+        """Free settled segments that only retention holds. False when nothing is free by now."""
+        from ._reclaim import make_room
+
+        with self._room_lock:
+            return make_room(self)
 
     def _begin(self) -> Session:
         if self.closed:
@@ -592,7 +644,7 @@ class Engine(Folding, Durability, FileOptions):
             session.tx  # noqa: B018  applied here, so that the index is level when it closes
             session.finish()
             self.log.sync()
-        except (OSError, LockedError):
+        except (OSError, LockedError, DiskFullError):
             session.abort()
             return False
         words[COMMIT] = words[CLEAN_AT] = words[TAIL]

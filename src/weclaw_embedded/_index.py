@@ -28,6 +28,7 @@ from ._index_ask import Ask
 from ._index_fold import Fold, Frame
 from ._index_rows import GroupState, Location, Pick, Row, TopicState
 from ._index_state import IndexFullError
+from .errors import DiskFullError
 
 __all__ = [
     "Frame",
@@ -46,6 +47,7 @@ LOCK_NAME: Final = "index.mdb-lock"  # LMDB derives it from the other
 MAP_BYTES: Final = 16 * 2**30  # of address space, not of disk or memory
 MIN_MAP_BYTES: Final = 2**28  # where address space is short
 MAX_READERS: Final = 1024
+LOCK_BYTES: Final = 73728  # what LMDB needs for so many, rounded up
 RESERVE_BYTES: Final = 256 * 2**10
 CHECK_EVERY: Final = 64  # commits between looks at the map and the reserve
 
@@ -123,6 +125,7 @@ class Index:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         elif not path.exists():
             raise FileNotFoundError(errno.ENOENT, "no index", str(path))
+        _allocate_lock_file(path.with_name(LOCK_NAME))
         env = _environment(path, create, mode)
         try:
             env.reader_check()
@@ -203,6 +206,24 @@ class Index:
         finally:
             os.close(self._reserve_fd)
             self._env.close()
+
+
+def _allocate_lock_file(path: Path) -> None:
+    """Give LMDB's lock file its space: LMDB maps it, and a page of it that the disk has no room for
+    would end the process.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, LOCK_BYTES)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFullError(
+                f"there is no room for {path} ({error.strerror}); nothing was lost; make room and "
+                "open it again"
+            ) from error
+        raise
+    finally:
+        os.close(fd)
 
 
 def _environment(path: Path, create: bool, mode: int) -> lmdb.Environment:

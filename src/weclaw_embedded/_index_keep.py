@@ -136,7 +136,7 @@ class Keep(Change):
     def _checkpoint(self, said: Checkpoint, offset: int, time_us: int) -> None:
         for told in said.topics:
             topic = self._known_topic(told)
-            topic.puts, topic.put_bytes = told.puts, told.put_bytes
+            topic.puts, topic.put_bytes = _counted(told.puts), _counted(told.put_bytes)
         for row in said.groups:
             self._checkpoint_met(row, time_us)
         if said.options != self.options:
@@ -493,6 +493,11 @@ class Keep(Change):
                 self._delete(key)
                 gone += 1
         return gone
+
+
+def _counted(n: int) -> int:
+    """A count as a checkpoint says it, with room to count on."""
+    return min(n, 1 << 62)
 
 
 def _carried_row(gid: int, row: Row) -> CarriedRow:

@@ -28,7 +28,7 @@ from typing import Final
 
 from . import _clock, _files
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
-from ._index import FILE_NAME, LOCK_NAME, Index
+from ._index import FILE_NAME, Index
 from ._shared import (
     DEAD_SEQ,
     FAILED,
@@ -291,8 +291,6 @@ def _believable_index(directory: str, same_boot: bool) -> Index | None:
         believed = same_boot
     if not believed or not _looks_like_lmdb(data, found.st_size):
         return None
-    # Nobody else has it open: readers and locks of the dead go with the lock file.
-    _files.unlink(os.path.join(directory, LOCK_NAME))
     try:
         return Index.open(directory, create=False)
     except OSError:

@@ -32,6 +32,8 @@ from .wal import HEAD, LAST
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
 _STEPS: Final = 8
+# What a delivery and its ack take in the log, about.
+_SETTLING_BYTES: Final = 160
 # A group that has taken nothing for so long is not about to take the oldest.
 _STALLED_S: Final = 5.0
 _FEW_GROUPS: Final = 100
@@ -59,12 +61,14 @@ def step(session: Session, force: bool) -> float | None:
         if wait_s != 0.0:
             return wait_s
     live = tx.live_in(start, (segment + 1) << log.bits)
-    if live and not force and tx.has_ready(start, (segment + 1) << log.bits):
+    if live and tx.has_ready(start, (segment + 1) << log.bits):
         # What will be taken soon is not worth carrying; what nobody takes is.
-        wait_s = _getting_on_s(session, tx, (segment + 1) << log.bits)
-        if wait_s > 0.0:
+        if force:
+            if log.room >= len(live) * _SETTLING_BYTES:
+                return None  # there is room to work it off where it is
+        elif (wait_s := _getting_on_s(session, tx, (segment + 1) << log.bits)) > 0.0:
             return wait_s
-    records = _carries(session, tx, live)
+    records = _carries(session, tx, live, force)
     if records is None:
         return None
     checkpoint = log.checkpoint()
@@ -110,7 +114,9 @@ def _getting_on_s(session: Session, tx: Tx, end: int) -> float:
     return max(0.0, _STALLED_S - (session.now_us - engine.progress[1]) / 1e6)
 
 
-def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record] | None:
+def _carries(
+    session: Session, tx: Tx, live: list[int], force: bool
+) -> list[_records.Record] | None:
     """The records that carry the live messages up, or None when that is not worth it now."""
     if not live:
         return []
@@ -127,7 +133,10 @@ def _carries(session: Session, tx: Tx, live: list[int]) -> list[_records.Record]
         puts.append((offset, put, time_us))
         n_bytes += len(put) + ENVELOPE_BYTES + PART_BYTES + _CARRY_EXTRA_BYTES
     kept = log.pending_tail - log.head_offset
-    few = n_bytes <= log.segment_bytes // 2 and len(live) <= _MAX_CARRIED
+    # What is carried stands close together then, so that it is not carried again and again.
+    few = n_bytes <= log.segment_bytes * 7 // 8 and len(live) <= _MAX_CARRIED
+    if force and n_bytes > log.room:
+        return None
     if not few and not tx.live_bytes() + 2 * log.segment_bytes < kept // 2:
         return None
     return [
@@ -151,11 +160,11 @@ def maintain(engine: Engine, *, busy: bool = False) -> float | None:
     wait_s: float | None = 0.0
     freed = 0
     while freed < _STEPS and wait_s == 0.0:
-        wait_s = engine.execute(step, False)
+        wait_s = engine.turn(step, False)
         freed += wait_s == 0.0
     if freed:
         _make_reusable(engine)
-    engine.execute(lambda session: session.log.trim(2 if busy else 1))
+    engine.turn(lambda session: session.log.trim(2 if busy else 1))
     return None if wait_s is None else max(wait_s, UPKEEP_S)
 
 
@@ -164,10 +173,10 @@ def make_room(engine: Engine) -> bool:
     there was none to free.
     """
     freed = 0
-    while freed < _STEPS and engine.execute(step, True) == 0.0:
+    while freed < _STEPS and engine.turn(step, True) == 0.0:
         freed += 1
-    if not freed and engine.execute(_leave_tail):
-        freed += engine.execute(step, True) == 0.0
+    if not freed and engine.turn(_leave_tail):
+        freed += engine.turn(step, True) == 0.0
     _make_reusable(engine)
     # What was freed before, and only waited for a sync, may be used now, too.
     return freed > 0 or engine.log.free_bytes() > 0
@@ -197,6 +206,6 @@ def _make_reusable(engine: Engine) -> None:
     outside the lock.
     """
     engine.flush()
-    announced = engine.execute(lambda session: session.log.announce())
+    announced = engine.turn(lambda session: session.log.announce())
     engine.sync_file()
-    engine.execute(lambda session: session.log.settled(announced))
+    engine.turn(lambda session: session.log.settled(announced))

@@ -33,7 +33,6 @@ from ._options import (
 )
 from ._putting import NoBytes, NoRoom
 from ._queries import Stats
-from ._reclaim import make_room
 from ._records import group_id, key_hash
 from ._session import POLICIES, Session
 from ._shared import READY, SETTLED
@@ -43,7 +42,6 @@ from .errors import (
     ClosedError,
     CorruptError,
     DeadLetterError,
-    DiskFullError,
     Empty,
     Full,
     OffsetTrimmedError,
@@ -257,11 +255,16 @@ class Queue:
             try:
                 record, time_us = engine.put_and_time(location)
                 return Content(record, offset, salt, time_us)
-            except LookupError:
+            except LookupError as error:
                 # Carried up and its segment freed since we were told the place.
+                before = location
                 try:
                     location, salt = self._run(_delivery.place, offset)
                 except LookupError:
+                    return None
+                if location == before:
+                    # It is said to be there, and is not.
+                    self._run(_delivery.set_aside, offset, str(error))
                     return None
             except (CorruptError, ValueError) as error:
                 if isinstance(error, CorruptError) and engine.heal(location, location + 1):
@@ -393,13 +396,8 @@ class Queue:
                     _putting.put, self._address, messages, self._policy, self.maxsize, waiter, dead
                 )
                 self._remember_dead(dead)
-            except DiskFullError:
-                if not may_reclaim or not make_room(engine):
-                    raise
-                may_reclaim = False
-                continue
             except NoRoom as error:
-                if isinstance(error, NoBytes) and may_reclaim and make_room(engine):
+                if isinstance(error, NoBytes) and may_reclaim and engine.make_room():
                     may_reclaim = False
                     continue
                 if until_s == 0.0 or (until_s is not None and time.monotonic() >= until_s):

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from tests.helpers.processes import environment
 
 import weclaw_embedded as weclaw
-from tests.helpers.processes import environment
 
 
 @pytest.mark.parametrize("opening", ["w.Queue(p, readonly=True)", "w.open(p, readonly=True)"])
