@@ -153,7 +153,10 @@ def _oldest_age_s(session: Session, group: GroupState) -> float:
     try:
         put_us = session.engine.put_and_time(place(session, offset)[0])[1]
     except (LookupError, CorruptError):
-        return 0.0  # it is set aside by whoever takes it; the other figures are true
+        # Given back or damaged under our eyes: what is kept begins about there.
+        log = session.log
+        kept = log.frames(log.head_offset, log.pending_tail, on_damage=lambda *_: None)
+        put_us = next((frame[2] for frame in kept), session.now_us)
     return max(0.0, (session.now_us - put_us) / 1e6)
 
 
