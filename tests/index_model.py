@@ -318,11 +318,12 @@ class Model:
             items.append((offset, sent.priority, keyhash, 0))
         self.say(rec.pack_replay(gid, items))
         for offset in offsets:
-            if group.has.get(offset, Standing(0, 0, 0, "done")).status == "done":
-                delivered = 1 if offset >= group.start else 0
-                group.has[offset] = Standing(offset, 0, 0, delivery=delivered)
-                if group.settled and offset >= group.start:
-                    group.settled -= 1
+            had = group.has.get(offset)
+            if had is None:  # before it began
+                group.has[offset] = Standing(offset, 0, 0)
+            elif had.status == "done":
+                group.has[offset] = Standing(offset, 0, 0, delivery=had.delivery)
+                group.settled -= 1
 
     def pause(self, gid: int, until: int) -> None:
         """Pause a group."""
@@ -468,9 +469,8 @@ def check_ids(model: Model, tx: Tx) -> None:
                 continue
             sent = model.sent[offset]
             groups = model.of_topic(tid)
-            purged = bool(groups) and all(
-                group.has.get(offset, Standing(0, 0, 0)).status == "purged" for group in groups
-            )
+            had = [group.has[offset].status for group in groups if offset in group.has]
+            purged = bool(had) and all(status == "purged" for status in had)
             if not sent.cancelled and not purged:
                 wanted[given] = offset
         for given, offset in wanted.items():

@@ -86,6 +86,7 @@ carries = st.builds(
     ),
     st.lists(st.tuples(u64, st.binary(max_size=9)), max_size=3),
     st.lists(u64, max_size=3),
+    st.lists(st.tuples(u64, u32), max_size=3),
 )
 kinds = st.sampled_from([rec.NACK, rec.LAPSED, rec.DIED, rec.RELEASE, rec.UNDO])
 items = st.lists(st.tuples(offsets, priorities, st.booleans()), max_size=5)

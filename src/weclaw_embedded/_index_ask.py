@@ -359,14 +359,18 @@ class Ask(Change):
     def find_id(self, tid: int, given: str) -> int | None:
         """Return the message that has an id given by its caller, if it is still kept.
 
-        One that every group purged is not.
+        One that every group purged is not; a group that never had it has no say.
         """
         value = self._get(ID + U32.pack(tid) + id_hash(given))
         if value is None:
             return None
         offset, priority = ID_ROW.unpack(value)
         groups = self.groups(tid)
-        if groups and all(self.purged(group.gid, offset, priority) for group in groups):
+        purged = [group for group in groups if self.purged(group.gid, offset, priority)]
+        if purged and all(
+            group in purged or not (self.deliveries(group, offset) or self.row(group.gid, offset))
+            for group in groups
+        ):
             return None
         return int(offset)
 

@@ -16,6 +16,7 @@ from ._index_rows import (
     BACK,
     CANCELLED,
     DEAD,
+    DELIVERED,
     EXPIRY,
     GROUP,
     ID,
@@ -258,6 +259,21 @@ class Change(Moves):
         key, value = cursor.item()
         return key.startswith(prefix) and offset < U64.unpack(value)[0]
 
+    def deliveries(self, group: GroupState, offset: int) -> int:
+        """Return how often a group was handed a message it is done with; 0: it never had it."""
+        value = self._get(key_u64_u64(DELIVERED, group.gid, offset))
+        return int(U32.unpack(value)[0]) if value is not None else self._usual(group, offset)
+
+    def _usual(self, group: GroupState, offset: int) -> int:
+        """Return how often a group was handed a message it is done with if nothing is noted."""
+        # A group may have begun before a message was carried, or after it.
+        return int(offset >= group.start and self._get(key_u64(MOVED, offset)) is None)
+
+    def _note_deliveries(self, group: GroupState, offset: int, count: int) -> None:
+        """Remember how often a message that is done was handed over, for a replay."""
+        if count != self._usual(group, offset):
+            self._put(key_u64_u64(DELIVERED, group.gid, offset), U32.pack(count))
+
     # Messages that flow again
 
     def _redrive(self, said: Redrive, offset: int, time_us: int) -> None:
@@ -289,12 +305,12 @@ class Change(Moves):
                 topic.use(priority)
                 self._changed_topics[topic.tid] = topic
             row = Row(priority, message, keyhash=keyhash, expiry_us=expiry_us)
-            # Retries begin anew, hand-overs go on: one it had, or it would not be settled. (How
-            # many more is no longer known.)
-            row.delivery = 1 if message >= group.start else 0
+            # Retries begin anew, hand-overs go on.
+            row.delivery = self.deliveries(group, message)
             self._enter(group, message, row, time_us)
             self._delete(key_u64_u64(RESULT, said.gid, message))
-            if group.settled and message >= group.start:
+            self._delete(key_u64_u64(DELIVERED, said.gid, message))
+            if group.settled and row.delivery:
                 group.settled -= 1
 
     def _is_settled(self, group: GroupState, topic: TopicState, offset: int, priority: int) -> bool:

@@ -25,9 +25,13 @@ from ._index_notes import Notes
 from ._index_rows import (
     CHUNK_ENTRIES,
     LEASED,
+    NOTHING,
+    ONCE,
     RESULT,
+    ROW_DELIVERY,
     ROW_FLAGS,
     ROW_KEYED,
+    ROW_SIZE,
     U64,
     Chunk,
     GroupState,
@@ -251,6 +255,8 @@ class Fold(Keep, Notes):
         value = self._pop(key_u64_u64(LEASED, gid, message))
         if value is not None:
             group.n_leased -= 1
+            if value[ROW_DELIVERY] != ONCE or value[ROW_SIZE] != NOTHING or message < group.start:
+                self._note_deliveries(group, message, Row.unpack(value).delivery)
             if value[ROW_FLAGS] & ROW_KEYED:
                 self._leave_key(group, Row.unpack(value), time_us)
         elif not self._settle_unleased(group, message, time_us):
@@ -267,6 +273,8 @@ class Fold(Keep, Notes):
             return False
         if row.keyed:
             self._leave_key(group, row, time_us)
+        if row.delivery:
+            self._note_deliveries(group, offset, row.delivery + 1)
         return True
 
     def _take(self, group: GroupState, offset: int) -> Row | None:

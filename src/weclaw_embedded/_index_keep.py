@@ -23,6 +23,7 @@ from ._index_rows import (
     CARRIED,
     CHUNK_ENTRIES,
     DEAD,
+    DELIVERED,
     ID,
     ID_OF,
     ID_ROW,
@@ -211,7 +212,13 @@ class Keep(Change):
             for group in self._owners(said.tid)
             if self.purged(group.gid, offset, said.priority)
         ]
-        return Carry(offset, salt, time_us, put, rows, results, purged)
+        told = {row.gid for row in rows}.union(purged)
+        deliveries = [
+            (group.gid, count)
+            for group in self.groups(said.tid)
+            if group.gid not in told and (count := self.deliveries(group, offset))
+        ]
+        return Carry(offset, salt, time_us, put, rows, results, purged, deliveries)
 
     def _carry(self, said: Carry, offset: int, time_us: int) -> None:
         put = unpack_put(said.put)
@@ -248,6 +255,10 @@ class Keep(Change):
             if self.group(gid) is not None:
                 self._put(key_ranked(PURGED, gid, ALONE, message), b"")
         self._move(said, put.tid, put.priority, offset)
+        for gid, count in said.deliveries:
+            done = self.group(gid)
+            if done is not None:
+                self._note_deliveries(done, message, count)
         given = put.meta.get(META_ID)
         if given is not None:
             self._give_id(put.tid, given, message, put.priority)
@@ -381,7 +392,8 @@ class Keep(Change):
         left -= self._drop_moved(offset, left)
         left -= self._drop_ids(offset, left)
         for group in self.groups():
-            left -= self._drop_results(group.gid, offset, left)
+            left -= self._drop_of_done(RESULT, group.gid, offset, left)
+            left -= self._drop_of_done(DELIVERED, group.gid, offset, left)
             left -= self._drop_purged(group.gid, offset, left)
         self._touched = True
         return left > 0
@@ -457,6 +469,7 @@ class Keep(Change):
             self._free_id(message)
             for group in self.groups(where.tid):
                 self._delete(key_u64_u64(RESULT, group.gid, message))
+                self._delete(key_u64_u64(DELIVERED, group.gid, message))
                 self._delete(key_ranked(PURGED, group.gid, ALONE, message))
             gone += 1
         return gone
@@ -472,8 +485,9 @@ class Keep(Change):
                 gone += 1
         return gone
 
-    def _drop_results(self, gid: int, offset: int, limit: int) -> int:
-        prefix = RESULT + U64.pack(gid)
+    def _drop_of_done(self, kind: bytes, gid: int, offset: int, limit: int) -> int:
+        """Forget what is kept of messages that are done: their results, how often delivered."""
+        prefix = kind + U64.pack(gid)
         gone = 0
         for key, _ in self._scan(prefix, None, prefix + U64.pack(offset)):
             if gone >= limit:

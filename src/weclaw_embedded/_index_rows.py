@@ -21,6 +21,8 @@ costs what it costs in pages.
     QUEUE      tid priority number          Chunk        the plain messages, in put order
     SKIP       tid offset                   priority, why  not to be taken from the queue
     RESULT     gid offset                   offset of the record that holds the result
+    DELIVERED  gid offset                   how often, of one that is done and was not merely
+                                            delivered once from the queue
     PURGED     gid priority offset          end of the range (priority 255: that message alone)
     ID         tid idhash                   offset, priority
     ID_OF      offset                       tid, idhash
@@ -71,6 +73,7 @@ ID_OF: Final = b"\x12"
 MOVED: Final = b"\x13"
 MOVED_TO: Final = b"\x14"
 NAME: Final = b"\x15"
+DELIVERED: Final = b"\x16"
 OWNER_NAME: Final = b"\x17"
 DAMAGE: Final = b"\x18"
 
@@ -84,12 +87,13 @@ OF_GROUP: Final = (
     EXPIRY,
     DEAD,
     RESULT,
+    DELIVERED,
     PURGED,
 )  # prefixes whose next eight bytes are a gid
 
 key_u32 = struct.Struct(">cI").pack
 key_u64 = struct.Struct(">cQ").pack
-key_u64_u64 = struct.Struct(">cQQ").pack  # LEASED, OTHER, DEAD, WAIT, EXPIRY, RESULT by kind
+key_u64_u64 = struct.Struct(">cQQ").pack  # LEASED, OTHER, DEAD, WAIT, EXPIRY, RESULT, DELIVERED
 key_ranked = struct.Struct(">cQBQ").pack  # BACK, SUSPECT, PURGED
 key_key = struct.Struct(">cQ8sQ").pack
 key_queue = struct.Struct(">cIBQ").pack
@@ -140,6 +144,10 @@ ROW: Final = struct.Struct("<BBBxIQQQQIIII8s")
 ROW_KEYED: Final = 1
 _FLAG_TOLD: Final = 2
 ROW_FLAGS: Final = 2  # the byte of a packed row that says whether it has a key
+ROW_SIZE: Final = slice(4, 8)  # those that say its size
+ROW_DELIVERY: Final = slice(40, 44)  # and how often it was delivered
+NOTHING: Final = bytes(4)
+ONCE: Final = (1).to_bytes(4, "little")
 NO_OWNER: Final = 0
 
 

@@ -173,15 +173,21 @@ def status(session: Session, address: Address, id: str, dead: list[int]) -> str:
 
 
 def state_of(session: Session, group: GroupState, offset: int) -> str:
+    state = _state(session, group, offset)
+    return state if state in ("ready", "delayed", "leased", "done", "dead") else "unknown"
+
+
+def _state(session: Session, group: GroupState, offset: int) -> str:
+    """As `Tx.state` says it; "unknown": kept no more."""
+
     def priority_of(offset: int) -> int:
         put = _records.unpack_put(session.engine.put_and_time(place(session, offset)[0])[0])
         return put.priority
 
     try:
-        state = session.tx.state(group, offset, priority_of)
+        return session.tx.state(group, offset, priority_of)
     except LookupError:
-        return "unknown"  # kept no more
-    return state if state in ("ready", "delayed", "leased", "done", "dead") else "unknown"
+        return "unknown"
 
 
 class Outcome(NamedTuple):
@@ -213,11 +219,18 @@ def cancel(session: Session, address: Address, id: str, policy: int) -> bool:
     offset = None if topic is None else find(session, topic.tid, id)
     if topic is None or offset is None:
         return False
-    for group in session.tx.groups(topic.tid) or [session.tx.template(topic.tid)]:
-        if offset < group.start and session.tx.row(group.gid, offset) is None:
-            continue  # it began later and never had the message
-        if state_of(session, group, offset) not in ("ready", "delayed"):
-            return False
+    tx = session.tx
+    template = tx.template(topic.tid)
+    states = {
+        _state(session, group, offset)
+        for group in tx.groups(topic.tid) or [template]
+        if tx.row(group.gid, offset) is not None or tx.deliveries(group, offset)
+        # else it began later and never had the message
+    }
+    if _state(session, template, offset) == "cancelled" or states == {"purged"}:
+        return False  # it is in no group already
+    if not states <= {"ready", "delayed", "purged"}:
+        return False
     session.append([_records.pack_cancel(topic.tid, [offset])], policy)
     session.must_sync |= policy >= SYNC
     session.settled |= mask_of(topic.tid)

@@ -283,7 +283,7 @@ class Carry(NamedTuple):
     """One live message moved up, whole: the bytes of its PUT and all that groups know of it.
 
     `results` are (gid, packed result) of groups that are done with it, `purged` the groups that
-    purged it.
+    purged it, `deliveries` are (gid, count) of groups that had it and are done with it.
     """
 
     offset: int
@@ -293,6 +293,7 @@ class Carry(NamedTuple):
     rows: list[CarriedRow]
     results: list[tuple[int, bytes]]
     purged: list[int]
+    deliveries: list[tuple[int, int]]
 
 
 class Clean(NamedTuple):

@@ -228,8 +228,9 @@ def pack_checkpoint(state: Checkpoint) -> Record:
 
 
 def pack_carry(state: Carry) -> Record:
-    """Return a CARRY."""
-    return _pack(CARRY, list(state))
+    """Return a CARRY; deliveries are left out when there are none to tell."""
+    fields = list(state)
+    return _pack(CARRY, fields if state.deliveries else fields[:-1])
 
 
 def pack_clean() -> Record:
@@ -280,7 +281,7 @@ def unpack(record: Readable) -> AnyRecord:
     layout = _FIELDS.get(kind)
     if layout is not None:
         said, checks = layout
-        fields = _fields(record, len(checks))
+        fields = _fields(record, len(checks), _LEFT_OUT.get(kind, []))
         return said(*[check(field) for check, field in zip(checks, fields, strict=True)])
     if kind >= SKIPPABLE:
         return Unknown(kind)
@@ -352,12 +353,16 @@ def _unpack_ack(record: Readable) -> Ack:
     return Ack(tid, gid, offset, record[ACK_HEAD.size :])
 
 
-def _fields(record: Readable, count: int) -> list[Any]:
-    """Return the `count` fields of a msgpack record; a later version may have added more."""
+def _fields(record: Readable, count: int, left_out: list[Any]) -> list[Any]:
+    """Return the `count` fields of a msgpack record; a later version may have added more.
+
+    `left_out` are the last ones as they are when they are not said.
+    """
     fields = _unpackb(record[1:])
-    if type(fields) is not list or len(fields) < count:
-        raise ValueError(f"a record of type {record[0]} without its {count} fields")
-    return fields[:count]
+    least = count - len(left_out)
+    if type(fields) is not list or len(fields) < least:
+        raise ValueError(f"a record of type {record[0]} without its {least} fields")
+    return [*fields, *left_out[len(fields) - least :]][:count]
 
 
 def _unpackb(data: Readable) -> Any:
@@ -515,6 +520,7 @@ _FIELDS: Final[dict[int, tuple[Callable[..., AnyRecord], tuple[Check, ...]]]] = 
             ),
             _each(_row(_u64, _bytes)),
             _each_u64,
+            _each(_row(_u64, _u32)),
         ),
     ),
     CLEAN: (Clean, ()),
@@ -522,3 +528,5 @@ _FIELDS: Final[dict[int, tuple[Callable[..., AnyRecord], tuple[Check, ...]]]] = 
     OWNER: (Owner, (_u64, _text)),
     DAMAGED: (Damaged, (_each(_row(_u64, _text)),)),
 }
+# What the last fields of a record are when they are left out.
+_LEFT_OUT: Final[dict[int, list[Any]]] = {CARRY: [[]]}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import threading
 import time
 
 import pytest
 from tests.helpers.processes import Child
-from tests.helpers.queues import NO_WAIT, disk_bytes, drain, eventually, take
+from tests.helpers.queues import NO_WAIT, disk_bytes, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
 
@@ -128,6 +129,39 @@ def test_a_group_that_began_later_does_not_stand_in_the_way_of_cancel(open_store
     assert take(q) == []
 
 
+def test_one_that_a_group_purged_can_be_cancelled_for_the_others(open_store):
+    """A group that purged a message neither holds nor settled it; purged by all it is unknown."""
+    store = open_store()
+    one = store.queue(group="one", start="earliest")
+    two = store.queue(group="two", start="earliest")
+    task, again = one.put_many(["a", "b"])
+    one.purge()
+    assert one.cancel(task) is True
+    assert one.cancel(task) is False
+    assert [m.id for m in two.peek(5)] == [again]
+    two.purge()
+    assert one.cancel(again) is False
+
+
+def test_an_id_purged_by_all_who_had_it_is_free_again(open_store):
+    """A group that began behind a message never had it: what it would say of the id is nothing."""
+    store = open_store()
+    q = store.queue(start="earliest")
+    q.put("first", id="mine")
+    q.put("replayed", id="other")
+    late = store.queue(group="late", start="latest")
+    assert late.replay(ids=["other"]) == 1
+    assert q.put("kept still", id="mine") == "mine"
+    assert q.qsize() == 2
+    q.purge()
+    assert q.put("second", id="mine") == "mine"
+    # One that a replay brought to it it has, and has settled it then.
+    for expected in (["replayed", "second"], []):
+        assert q.put("no", id="other") == "other"
+        assert drain(late) == expected
+    assert drain(q) == ["second"]
+
+
 def test_groups_that_stand_still_keep_their_messages(open_store, path):
     """Nothing unread is dropped by age or size; `drop_group` leaves a group behind."""
     store = open_store(retention=0, segment_bytes=65536)
@@ -223,6 +257,61 @@ def test_a_replayed_one_is_settled_with_a_new_result(q):
     q.get().ack(result="new")
     assert q.result(task) == "new"
     assert q.replay(ids=["no such id"]) == 0
+
+
+@pytest.mark.parametrize("how", ["at once", "reopened", "rebuilt", "carried"])
+def test_a_replayed_one_goes_on_counting_its_deliveries(open_store, path, how):
+    """`delivery_count` counts every hand-over, also those before a replay; retries begin anew."""
+    store = open_store(retention=0 if how == "carried" else 3600, segment_bytes=65536)
+    q = store.queue(retry=NO_WAIT)
+    other = store.queue(group="other", start="earliest")
+    task, once = q.put_many(["x", "once"])
+    q.get().nack()
+    q.get().release()
+    msg = q.get()
+    assert (msg.delivery_count, msg.retry_count) == (3, 1)
+    msg.ack()
+    q.get().ack()
+    # The other group keeps both alive, dead letters that they are there.
+    for msg in take(other):
+        msg.fail()
+    if how == "carried":
+        at = other.dlq.get(task)
+        for _ in range(10):
+            q.put_many([os.urandom(1000)] * 60)
+            drain(q)
+            drain(other)
+        eventually(lambda: disk_bytes(path) < 600_000)
+        assert other.dlq.get(task).id == at.id
+    if how != "at once":
+        store.close()
+        if how != "reopened":
+            shutil.rmtree(scratch(path))
+        store = open_store()
+        q = store.queue(retry=NO_WAIT)
+    assert q.replay(ids=[task, once]) == 2
+    msg = q.get()
+    assert (msg.id, msg.delivery_count, msg.retry_count) == (task, 4, 0)
+    msg.ack()
+    second = q.get()
+    assert (second.id, second.delivery_count) == (once, 2)
+    second.ack()
+    assert q.replay(ids=[task, once]) == 2
+    assert [m.delivery_count for m in take(q)] == [5, 3]
+
+
+def test_a_replay_counts_what_lay_before_the_groups_beginning_from_nothing(open_store):
+    """What a group never had it was never handed; each replay after that counts on."""
+    store = open_store()
+    task = store.queue().put("x")
+    q = store.queue(group="new", start="latest")
+    for count in (1, 2, 3):
+        assert q.replay(ids=[task]) == 1
+        assert q.stats()[:5] == (1, 0, 0, 0, 0)
+        msg = q.get()
+        assert msg.delivery_count == count
+        msg.ack()
+        assert q.stats().settled == 1
 
 
 def test_letters_stay_letters_and_the_cancelled_stay_gone(q):

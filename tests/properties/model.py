@@ -22,7 +22,6 @@ class State:
     result: Any = None
     reason: str | None = None
     redrives: int = 0
-    replayed: bool = False
 
     @property
     def open(self) -> bool:

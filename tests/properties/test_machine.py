@@ -198,10 +198,6 @@ class QueueMachine(RuleBasedStateMachine):
             assert msg["body"] == item.body
             assert (msg["key"], msg["priority"]) == (item.key, item.priority)
             assert msg["headers"] == item.headers
-            if state.replayed:
-                # Whether a replay begins counting deliveries anew is not said.
-                assert msg["dc"] in (1, state.dc + 1)
-                state.dc, state.replayed = msg["dc"] - 1, False
             state.dc += 1
             assert (msg["dc"], msg["rc"], msg["cc"]) == (state.dc, state.rc, state.cc)
             assert item.offset in (None, msg["offset"])
@@ -296,11 +292,12 @@ class QueueMachine(RuleBasedStateMachine):
         if self.topics[topic].latest and not item.cancelled:
             return
         states = item.groups.values()
-        if not item.cancelled and any(
-            s.what in ("dead", "gone") or s.replayed or s.redrives for s in states
-        ):
-            return  # What a dead letter or a purged one is to `cancel` is not said.
-        wanted = not item.cancelled and all(s.what in ("ready", "waiting") for s in states)
+        if not item.cancelled and any(s.what == "dead" for s in states):
+            return  # What a dead letter is to `cancel` is not said.
+        left = [s.what for s in states if s.what != "gone"]
+        wanted = not item.cancelled and all(what in ("ready", "waiting") for what in left)
+        if states and not left:
+            wanted = False  # it is gone already
         assert self.tell(who, "cancel", topic, item.id) is wanted
         if wanted:
             item.cancelled = True
@@ -406,7 +403,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.tell(who, "replay", topic, name, given) == len(done)
         for item, state in done:
             state.what, state.rc, state.cc = "ready", 0, 0
-            state.order, state.replayed, state.result = item.number, True, None
+            state.order, state.result = item.number, None
 
     @precondition(lambda self: len(self.topics["default"].groups) < 3)
     @rule(who=ACTORS, start=st.sampled_from(("earliest", "latest")))
