@@ -53,6 +53,14 @@ def sync(log: Log) -> None:
     log.state.words[1] = max(log.state.words[1], tail)
 
 
+def settle(log: Log) -> None:
+    """Take freed slots through their steps, as the layer above does, so that all may be reused."""
+    sync(log)
+    announced = log.announce()
+    log.sync()
+    log.settled(announced)
+
+
 def frames(log: Log, **how: object) -> list[Frame]:
     return list(log.frames(log.head_offset, log.state.words[TAIL], **how))  # type: ignore[arg-type]
 

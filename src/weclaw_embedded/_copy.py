@@ -278,6 +278,9 @@ class Copy:
             return
         self.sync()
         self.log.free(head - 1, words[TAIL])
+        announced = self.log.announce()
+        _files.sync_data(self.fd)
+        self.log.settled(announced)
         self.log.trim(1)
 
 

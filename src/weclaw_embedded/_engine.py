@@ -152,6 +152,7 @@ class Engine(Folding, Durability, FileOptions):
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
         self._room_lock = threading.Lock()
+        self._room_maker = 0  # the thread that has it
         self._spare_tried = -(1 << 62)
         # What groups in the way of reclaim had done, and when that last changed (queue time).
         self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
@@ -276,7 +277,8 @@ class Engine(Folding, Durability, FileOptions):
             self._upkeep_soon()
         elif session.settled:
             self._upkeep_soon()
-        if not self.page.words[SPARES]:
+        # Not in the turns that make room: that would wait for itself.
+        if not self.page.words[SPARES] and self._room_maker != threading.get_ident():
             self._keep_spare()
 
     def _keep_spare(self) -> None:
@@ -292,14 +294,19 @@ class Engine(Folding, Durability, FileOptions):
             try:
                 self.turn(lambda session: session.log.prepare_spare())
             except DiskFullError:
-                self.make_room()
+                if self.make_room():
+                    self.turn(lambda session: session.log.prepare_spare())
 
     def make_room(self) -> bool:
         """Free settled segments that only retention holds. False when nothing is free by now."""
         from ._reclaim import make_room
 
         with self._room_lock:
-            return make_room(self)
+            self._room_maker = threading.get_ident()
+            try:
+                return make_room(self)
+            finally:
+                self._room_maker = 0
 
     def _begin(self) -> Session:
         if self.closed:

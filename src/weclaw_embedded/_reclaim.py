@@ -32,6 +32,7 @@ from .wal import HEAD, LAST
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
 _STEPS: Final = 8
+_ROUNDS: Final = 4
 # What a delivery and its ack take in the log, about.
 _SETTLING_BYTES: Final = 160
 # A group that has taken nothing for so long is not about to take the oldest.
@@ -164,8 +165,17 @@ def maintain(engine: Engine, *, busy: bool = False) -> float | None:
         freed += wait_s == 0.0
     if freed:
         _make_reusable(engine)
-    engine.turn(lambda session: session.log.trim(2 if busy else 1))
+    keep = 2 if busy else 1
+    if engine.turn(_trim, keep):
+        _make_reusable(engine)
+        engine.turn(_trim, keep)
     return None if wait_s is None else max(wait_s, UPKEEP_S)
+
+
+def _trim(session: Session, keep: int) -> bool:
+    """Give back what `keep` free slots leave over; whether some of it waits for a sync."""
+    session.log.trim(keep)
+    return session.log.waiting()
 
 
 def make_room(engine: Engine) -> bool:
@@ -205,7 +215,16 @@ def _make_reusable(engine: Engine) -> None:
     """Take freed slots through the steps of `_segments`, with the syncs between them done here,
     outside the lock.
     """
-    engine.flush()
-    announced = engine.turn(lambda session: session.log.announce())
-    engine.sync_file()
-    engine.turn(lambda session: session.log.settled(announced))
+    for _ in range(_ROUNDS):
+        engine.flush()
+        announced = engine.turn(lambda session: session.log.announce())
+        engine.sync_file()
+        # Again for what another process freed between the steps.
+        if not engine.turn(_settled, announced):
+            return
+
+
+def _settled(session: Session, announced: int) -> bool:
+    """The last step; whether slots still wait."""
+    session.log.settled(announced)
+    return session.log.waiting()

@@ -269,15 +269,8 @@ class Segments:
         self._announce()
         slot = self._reusable()
         if slot is None:
-            try:
-                self._extend()
-                return
-            except DiskFullError:
-                # What is free and only waits for a sync is used before anything is refused.
-                self._settle_free()
-                slot = self._reusable()
-                if slot is None:
-                    raise
+            self._extend()
+            return
         _files.zero_fill(self.fd, self.slot_position(slot), self.segment_bytes)
         self.state.slots[slot] = FREE | ZEROED | SAFE
         self.count_spares()
@@ -338,18 +331,14 @@ class Segments:
             if 0 < entry <= words[HEAD]:
                 self.state.slots[slot] = FREE | words[TAIL]
 
-    def _announce(self, *, synced: bool = False) -> None:
-        """Record HEAD in the file, once the records that moved it there are on stable storage.
-
-        `synced`: everything written is.
-        """
+    def _announce(self) -> None:
+        """Record HEAD in the file, once the records that moved it there are on stable storage."""
         words = self.state.words
         head = words[HEAD]
         if words[ANNOUNCED] >= head or self.readonly:
             return
         waiting = [(slot, entry) for slot, entry in self._free_slots() if not entry & SAFE]
-        reached = words[TAIL] if synced else words[COMMIT]
-        if any(entry & _NEEDS > reached for _, entry in waiting):
+        if any(entry & _NEEDS > words[COMMIT] for _, entry in waiting):
             return
         _files.write_at(self.fd, [pack_head(head, self.header.store_id)], HEAD_RECORD_AT)
         words[ANNOUNCED] = head
@@ -357,21 +346,9 @@ class Segments:
             # Past the tail: it takes a sync that began after this write to get there.
             self.state.slots[slot] = FREE | SAFE | (words[TAIL] + 1)
 
-    def _settle_free(self) -> None:
-        """Take the steps that free slots wait for, by syncing here and now."""
-        words = self.state.words
-        if words[ANNOUNCED] < words[HEAD]:
-            _files.sync_data(self.fd)
-            self._announce(synced=True)
-        waiting = [
-            (slot, entry)
-            for slot, entry in self._free_slots()
-            if entry & SAFE and entry & _NEEDS > words[COMMIT]
-        ]
-        if waiting:
-            _files.sync_data(self.fd)
-            for slot, entry in waiting:
-                self.state.slots[slot] = entry & ~_NEEDS
+    def waiting(self) -> bool:
+        """Whether a free slot waits for a sync before it may be overwritten."""
+        return any(not self._is_reusable(entry) for _, entry in self._free_slots())
 
     def announce(self) -> int:
         """Take the step that needs no sync; return what `settled` takes after one."""
@@ -388,17 +365,10 @@ class Segments:
         """Give what free slots take back to the file system; return the bytes given back.
 
         The free slots at the end of the file are cut off, the others get holes; `keep` of the
-        free ones (the zeroed first) keep their space.  Syncs once or twice if that is what is
-        waited for; raises OSError when a sync fails.
+        free ones (the zeroed first) keep their space.  What still waits for a sync is left as it
+        is: no lock is held over one, so that is the caller's to do before.
         """
         self._announce()
-        free = self._free_slots()
-        n_slots = self.state.words[SLOTS]
-        n_holding = sum(1 for _, entry in free if not entry & PUNCHED)
-        ends_with_hole = bool(free) and free[-1][0] == n_slots - 1 and free[-1][1] & PUNCHED
-        if n_holding <= keep and not ends_with_hole:
-            return 0
-        self._settle_free()
         free = [(slot, entry) for slot, entry in self._free_slots() if self._is_reusable(entry)]
         holding = [(not entry & ZEROED, slot) for slot, entry in free if not entry & PUNCHED]
         unwanted = {slot for _, slot in sorted(holding)[keep:]}
