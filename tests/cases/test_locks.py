@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import threading
+import time
+
 import pytest
 from tests.helpers.processes import Child
+
+import weclaw_embedded as weclaw
 
 
 def work_and_count(pipe, path, flush, limit):
