@@ -149,23 +149,38 @@ class AsyncTransaction(Transaction):
     ) -> None:
         self._over = True
         if error is None:
-            self.ids = await commit(self._queue, self._acks, self._puts)
+            self.ids = await commit(self._queue, self._acks, self._puts, self._block, self._timeout)
 
     def __enter__(self) -> Transaction:
         raise TypeError("a transaction of an AsyncQueue is entered with `async with`")
 
 
-async def commit(queue: Queue, acks: list[Any], puts: list[Any]) -> list[str]:
+async def commit(
+    queue: Queue, acks: list[Any], puts: list[Any], block: bool, timeout: float | None
+) -> list[str]:
     """`Queue._commit` by the I/O thread."""
     from . import _putting
+    from .queue import _deadline
 
-    engine = queue._engine
+    engine = queue._writable()
     _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
+    maxsizes = queue._maxsizes(puts)
+    elsewhere = any(topic != queue.topic for topic in maxsizes)
 
     def transact(session: Session, waiter: Waiter | None) -> list[str]:
-        return _putting.transact(session, acks, puts, queue._policy)
+        return _putting.transact(session, acks, puts, queue._policy, maxsizes, waiter)
 
-    ids: list[str] = await io_of(engine).wait(Op(asyncio.get_running_loop(), transact))
+    call = Op(
+        asyncio.get_running_loop(),
+        transact,
+        until_s=_deadline(block, timeout) if puts else 0.0,
+        # What waits for room in another topic does not hold up those who put into this one.
+        room=object() if elsewhere else queue,
+        queue=queue,
+    )
+    ids: list[str] = await io_of(engine).wait(call)
+    if queue._policy == BATCH:
+        queue._flush_later(engine, len(acks) + len(puts))
     return ids
 
 

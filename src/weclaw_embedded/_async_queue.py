@@ -181,7 +181,7 @@ class AsyncQueue:
         queue = self._queue
         engine = queue._engine
         _putting.check_size(messages, engine.option("max_message_bytes"))
-        until_s = None if block and timeout is None else _deadline(block, timeout)
+        until_s = None if block is True and timeout is None else _deadline(block, timeout)
         if queue._store.readonly:
             return await in_pool(queue._put, messages, block, timeout)
         call = PutCall(asyncio.get_running_loop(), queue, messages, until_s, queue.maxsize)
@@ -225,7 +225,7 @@ class AsyncQueue:
         queue = self._queue
         engine = queue._engine
         visibility_s = queue._visibility(visibility_timeout)
-        until_s = None if block and timeout is None else _deadline(block, timeout)
+        until_s = None if block is True and timeout is None else _deadline(block, timeout)
         if queue._store.readonly:
             await in_pool(queue._take, n, block, timeout, visibility_timeout)
         call = TakeCall(
@@ -279,12 +279,13 @@ class AsyncQueue:
 
     # -- transaction -------------------------------------------------------------------------------
 
-    def transaction(self) -> AsyncTransaction:
+    def transaction(self, *, block: bool = True, timeout: float | None = None) -> AsyncTransaction:
         """`async with q.transaction() as tx: tx.ack(msg, result=…); tx.put(body, topic="next")`.
         See `Queue.transaction`.
         """
+        _deadline(block, timeout)  # refuses what makes no sense
         self._queue._engine  # noqa: B018  a closed queue says so
-        return AsyncTransaction(self._queue)
+        return AsyncTransaction(self._queue, block, timeout)
 
     # -- results -----------------------------------------------------------------------------------
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _clock, _codecs, _delivery, _records, _settling, _values
 from ._records import META_CODEC, META_HEADERS, META_ID, META_KEY, META_SKEW_US, NEVER
+from ._session import BATCH
 from .errors import ClosedError, DiskFullError, LeaseLostError
 
 if TYPE_CHECKING:
@@ -264,7 +265,11 @@ class Message:
             raise
 
     def _execute(self, engine: Engine, operation: Callable[..., T], *args: Any) -> T:
-        return engine.execute(operation, *args)
+        result = engine.execute(operation, *args)
+        queue = self._queue
+        if queue._policy == BATCH:
+            queue._flush_later(engine, 1)
+        return result
 
     def _died(self) -> None:
         """It became a dead letter by this very call."""
@@ -334,8 +339,10 @@ class _Renewal:
 class Transaction:
     """Acks, results and puts over topics of one file as one step; see `Queue.transaction`."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Queue, block: bool, timeout: float | None) -> None:
         self._queue = queue
+        self._block = block
+        self._timeout = timeout
         self._acks: list[tuple[Lease, bytes]] = []
         self._puts: list[tuple[_delivery.Address, _delivery.Encoded]] = []
         self._over = False
@@ -363,15 +370,17 @@ class Transaction:
         delay: float = 0.0,
         eta: datetime | None = None,
         ttl: float | None = None,
-        headers: dict[str, Any] | None = None,
-    ) -> None:
+        headers: Mapping[str, Any] | None = None,
+    ) -> str | None:
         """Put when the block ends; arguments as for `Queue.put`, `topic` defaults to the queue's.
-        `maxsize` does not hold a transaction up.
+        Returns the `id` that was given. One that is made says where the message stands, which is
+        known when the block has ended: then all of them are in `ids`, and until then it is None.
         """
         self._open()
         queue = self._queue
         message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
         self._puts.append((queue._address_of(topic), message))
+        return message.id
 
     def _open(self) -> None:
         if self._over:
@@ -388,4 +397,4 @@ class Transaction:
     ) -> None:
         self._over = True
         if error is None:
-            self.ids = self._queue._commit(self._acks, self._puts)
+            self.ids = self._queue._commit(self._acks, self._puts, self._block, self._timeout)

@@ -6,7 +6,7 @@ is refused before anything is appended; ids that are known are answered and not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from . import _clock, _records
@@ -233,8 +233,29 @@ def transact(
     acks: Sequence[tuple[Lease, bytes]],
     puts: Sequence[tuple[Address, Encoded]],
     policy: int,
+    maxsizes: Mapping[str, int],
+    waiter: Waiter | None = None,
+    dead: list[int] | None = None,
 ) -> list[str]:
-    """Acks and puts over topics of the file as one frame: all or none, also after a crash."""
+    """Acks and puts over topics of the file as one frame: all or none, also after a crash. The ids
+    of what was put. `maxsizes` are those of topics that have one; else as `put`.
+    """
+    try:
+        return _transact(session, acks, puts, policy, maxsizes, [] if dead is None else dead)
+    except NoRoom:
+        if waiter is not None:
+            wait_settled(session, -1, waiter)
+        raise
+
+
+def _transact(
+    session: Session,
+    acks: Sequence[tuple[Lease, bytes]],
+    puts: Sequence[tuple[Address, Encoded]],
+    policy: int,
+    maxsizes: Mapping[str, int],
+    dead: list[int],
+) -> list[str]:
     for lease, _ in acks:
         hold(session, lease)
     if len({(lease.gid, lease.offset) for lease, _ in acks}) < len(acks):
@@ -247,6 +268,7 @@ def transact(
     ids: list[str | None] = []
     places: list[int] = []
     given: set[tuple[int, str]] = set()
+    fresh: dict[str, list[Address]] = {}
     for address, message in puts:
         tid = topics.get(address.topic)
         if tid is None:
@@ -262,7 +284,13 @@ def transact(
             ids.append(None)
             places.append(len(records))
         records.append(_put_record(session, tid, message, skew_us))
+        fresh.setdefault(address.topic, []).append(address)
         session.ready |= mask_of(tid)
+    for topic, addresses in fresh.items():
+        if maxsizes.get(topic, 0) > 0:
+            _check_room(session, addresses[0], len(addresses), maxsizes[topic], dead)
+    for lease, _ in acks if maxsizes else ():
+        hold(session, lease)  # looking for room judges what lapsed, and time went by
     if records:
         offsets = (
             _append_puts(session, records, policy) if puts else session.append(records, policy)

@@ -34,7 +34,7 @@ from ._options import (
 from ._putting import NoBytes, NoRoom
 from ._queries import Stats
 from ._records import group_id, key_hash
-from ._session import POLICIES, Session
+from ._session import BATCH, POLICIES, Session
 from ._shared import READY, SETTLED
 from ._wake import Waiter
 from .dlq import DeadLetterQueue
@@ -216,7 +216,11 @@ class Queue:
         return self._store._engine
 
     def _change(self, operation: Callable[..., T], *args: Any) -> T:
-        return self._writable().execute(operation, *args)
+        engine = self._writable()
+        result = engine.execute(operation, *args)
+        if self._policy == BATCH:
+            self._flush_later(engine, 1)
+        return result
 
     def _writable(self) -> Engine:
         """The engine, for a change. Raises StorageError when the file was opened to look only."""
@@ -384,7 +388,6 @@ class Queue:
 
     def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
         engine = self._writable()
-        options = self._store._options
         _putting.check_size(messages, engine.option("max_message_bytes"))
         until_s = _deadline(block, timeout)
         waiter: Waiter | None = None
@@ -397,25 +400,42 @@ class Queue:
                 )
                 self._remember_dead(dead)
             except NoRoom as error:
-                if isinstance(error, NoBytes) and may_reclaim and engine.make_room():
-                    may_reclaim = False
-                    continue
-                if until_s == 0.0 or (until_s is not None and time.monotonic() >= until_s):
-                    raise Full(str(error)) from None
-                # Only now: most puts find room. What happened before it was registered is seen by
-                # the next look, which is made before sleeping.
-                if waiter is None:
-                    waiter = new_waiter(SETTLED)
-                else:
-                    # Room also comes of itself, when a message runs out.
-                    look_s = time.monotonic() + _LOOK_FOR_ROOM_S
-                    self._sleep(engine, waiter, look_s if until_s is None else min(look_s, until_s))
-                    waiter = None
-                    may_reclaim = True
+                waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
-            if self._policy == POLICIES["batch"]:
-                engine.flush_later(options.flush_interval_ms, options.flush_messages, len(ids))
+            if self._policy == BATCH:
+                self._flush_later(engine, len(ids))
             return ids
+
+    def _no_room(
+        self,
+        engine: Engine,
+        error: NoRoom,
+        until_s: float | None,
+        waiter: Waiter | None,
+        may_reclaim: bool,
+    ) -> tuple[Waiter | None, bool]:
+        """Make room, or wait for it. What to try again with: a waiter to be registered, and whether
+        settled space may be freed then. Raises Full when the time is over.
+        """
+        if isinstance(error, NoBytes) and may_reclaim and engine.make_room():
+            return waiter, False
+        if until_s == 0.0 or (until_s is not None and time.monotonic() >= until_s):
+            if waiter is not None:
+                engine.waker.discard(waiter)
+            raise Full(str(error)) from None
+        # Only now: most puts find room. What happened before it was registered is seen by the next
+        # look, which is made before sleeping.
+        if waiter is None:
+            return new_waiter(SETTLED), may_reclaim
+        # Room also comes of itself, when a message runs out.
+        look_s = time.monotonic() + _LOOK_FOR_ROOM_S
+        self._sleep(engine, waiter, look_s if until_s is None else min(look_s, until_s))
+        return None, True
+
+    def _flush_later(self, engine: Engine, n: int) -> None:
+        """`batch`: what was written is forced to disk in time."""
+        options = self._store._options
+        engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
 
     def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
         try:
@@ -535,13 +555,19 @@ class Queue:
 
     # -- transaction -------------------------------------------------------------------------------
 
-    def transaction(self) -> Transaction:
+    def transaction(self, *, block: bool = True, timeout: float | None = None) -> Transaction:
         """`with q.transaction() as tx: tx.ack(msg, result=…); tx.put(body, topic="next")`: acks,
         results and puts over topics of the file, all or none, also after a crash. An exception in
         the block drops them all. Raises at its end as `ack` and `put` do; then none is done.
+
+        Its end waits, as `put_many` does, until all that is put has room at once: in this topic by
+        the queue's `maxsize`, in another by that of the queue this store has open there for the
+        same group. `timeout` seconds at most (None: for ever), not at all unless `block`; leases
+        are not renewed meanwhile. One that puts nothing never waits.
         """
+        _deadline(block, timeout)  # refuses what makes no sense
         self._engine  # noqa: B018  a closed queue says so
-        return Transaction(self)
+        return Transaction(self, block, timeout)
 
     def _address_of(self, topic: str | None) -> Address:
         if topic is None or topic == self.topic:
@@ -549,12 +575,45 @@ class Queue:
         topic = check_name("topic", topic)
         return Address(topic, self.group, group_id(topic, self.group), self._address.retry)
 
+    def _maxsizes(self, puts: list[tuple[Address, Encoded]]) -> dict[str, int]:
+        """What holds up puts of a transaction: by topic, where there is such a limit."""
+        topics = {address.topic for address, _ in puts}
+        found: dict[str, int] = {}
+        if self.topic in topics and self.maxsize:
+            found[self.topic] = self.maxsize
+        topics.discard(self.topic)
+        for queue in list(self._store._queues) if topics else ():
+            topic, limit = queue.topic, queue.maxsize
+            if topic in topics and limit and queue.group == self.group and not queue._closed:
+                found[topic] = min(limit, found.get(topic, limit))
+        return found
+
     def _commit(
-        self, acks: list[tuple[Lease, bytes]], puts: list[tuple[Address, Encoded]]
+        self,
+        acks: list[tuple[Lease, bytes]],
+        puts: list[tuple[Address, Encoded]],
+        block: bool,
+        timeout: float | None,
     ) -> list[str]:
         engine = self._writable()
         _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
-        return engine.execute(_putting.transact, acks, puts, self._policy)
+        maxsizes = self._maxsizes(puts)
+        until_s = _deadline(block, timeout)
+        waiter: Waiter | None = None
+        may_reclaim = True
+        while True:
+            dead: list[int] = []
+            try:
+                ids = engine.execute(
+                    _putting.transact, acks, puts, self._policy, maxsizes, waiter, dead
+                )
+            except NoRoom as error:
+                waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
+                continue
+            self._remember_dead(dead)
+            if self._policy == BATCH:
+                self._flush_later(engine, len(acks) + len(puts))
+            return ids
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -868,9 +927,11 @@ def _ago(moment: datetime, name: str = "since") -> int:
 
 def _deadline(block: bool, timeout: float | None) -> float | None:
     """time.monotonic() at which to give up: None never, 0.0 at once."""
+    if block is not True and block is not False:
+        raise TypeError(f"block must be True or False, not {block!r}; nothing was changed")
+    seconds = None if timeout is None else check_timeout("timeout", timeout)
     if not block:
         return 0.0
-    seconds = check_timeout("timeout", timeout)
     if seconds is None:
         return None
     return time.monotonic() + seconds if seconds > 0 else 0.0

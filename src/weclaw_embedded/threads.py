@@ -119,7 +119,7 @@ class Queue(_Generic[T]):
         `weclaw_embedded.Queue.put`.
         """
         core = self._core
-        until_s = _deadline(bool(block), timeout)
+        until_s = _deadline(bool(block), timeout if block else None)
         if core.is_shutdown:
             raise _dropin.shut_down()
         message = core.encode(item)
@@ -160,7 +160,7 @@ class Queue(_Generic[T]):
         Raises `Empty`, `ShutDown`.
         """
         core = self._core
-        until_s = _deadline(bool(block), timeout)
+        until_s = _deadline(bool(block), timeout if block else None)
         while True:
             engine = core.engine
             waiter = None if until_s == 0.0 else new_waiter(READY)

@@ -11,6 +11,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _files
 
 UTC = datetime.timezone.utc
 
@@ -667,3 +668,32 @@ def test_batch_is_synced_in_time_without_being_asked(path, open_queue):
     q.put("x")
     assert eventually(lambda: other.qsize() == 1)
     assert drain(other) == ["x"]
+
+
+@pytest.mark.parametrize("how", ["put", "ack", "nack", "transaction", "cancel", "pause"])
+def test_batch_forces_to_disk_whatever_was_written(open_queue, monkeypatch, how):
+    """With flush "batch" settling and steering reach the disk within the interval, as puts do."""
+    first, _ = open_queue().put_many(["a", "b"])
+    q = open_queue(flush="batch", flush_interval_ms=50)
+    msg = q.get()
+    synced = threading.Event()
+    sync = _files.sync_data
+
+    def noted(fd):
+        sync(fd)
+        synced.set()
+
+    monkeypatch.setattr(_files, "sync_data", noted)
+    if how == "transaction":
+        with q.transaction() as tx:
+            tx.ack(msg)
+    else:
+        {
+            "put": lambda: q.put("c"),
+            "ack": msg.ack,
+            "nack": msg.nack,
+            "cancel": lambda: q.cancel(q.peek()[0].id),
+            "pause": lambda: q.pause(60),
+        }[how]()
+    assert first == msg.id
+    assert synced.wait(10.0)
