@@ -103,7 +103,7 @@ def test_lost_records_lose_no_message_whose_put_is_there(seed: int, tmp_path: Pa
     tx.apply_many(
         [(offset, offset + 1, time, 0, 0, [(offset, data)]) for offset, time, data in kept]
     )
-    assert not tx.rejected
+    assert not tx.damage()
     done = {(said.gid, said.offset) for _, said in told if isinstance(said, rec.Ack)}
     for gid, group in model.groups.items():
         now = tx.group(gid)
@@ -205,7 +205,7 @@ def test_records_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     bad += [joined(rec.pack_deliver(0, GID, 1, 1, [(100, 0, True)])) + b"x"]
     for place, record in enumerate(bad):
         tx.apply(200 + place, 1, record)
-    assert [offset for offset, _ in tx.rejected] == list(range(200, 200 + len(bad)))
+    assert [offset for offset, _ in tx.damage()] == list(range(200, 200 + len(bad)))
     tx.apply(300, 1, b"\x40later")
     tx.apply(301, 1, PUT)
     group = tx.group(GID)

@@ -11,10 +11,14 @@ from weclaw_embedded import _records as rec
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
-offsets = st.integers(0, 2**56 - 1)
+gids = st.integers(2**63, 2**64 - 1)
+offsets = st.integers(0, 2**56)
+counts = st.integers(0, rec.MAX_COUNT)
+totals = st.integers(0, rec.MAX_TOTAL)
+times = st.integers(0, rec.NEVER)
 priorities = st.integers(0, 9)
 texts = st.text(max_size=20)
-failures = st.tuples(u64, texts, texts)
+failures = st.tuples(times, texts, texts)
 keyhashes = st.binary(min_size=8, max_size=8)
 metas = st.fixed_dictionaries(
     {},
@@ -26,8 +30,8 @@ metas = st.fixed_dictionaries(
         "headers": st.binary(min_size=1, max_size=20),
         "codec": texts,
         "skew_us": st.integers(1, 2**60),
-        "delay_us": st.integers(1, 2**60),
-        "ttl_us": st.integers(1, 2**60),
+        "delay_us": st.integers(1, rec.MAX_WAIT_US),
+        "ttl_us": st.integers(1, rec.MAX_WAIT_US),
     },
 )
 META_NAMES = {
@@ -60,33 +64,36 @@ puts = st.builds(
 )
 checkpoints = st.builds(
     rec.Checkpoint,
-    st.lists(st.builds(rec.CheckpointTopic, u32, texts, u64, u64), max_size=3),
+    st.lists(st.builds(rec.CheckpointTopic, u32, texts, totals, totals), max_size=3),
     st.lists(
         st.builds(
             rec.CheckpointGroup,
-            *(u32, u64, texts, u64, u64),
-            st.lists(u64, min_size=10, max_size=10),
-            *(u64, u64, u64, u64, texts),
+            *(u32, gids, texts, offsets, offsets),
+            st.lists(offsets, min_size=10, max_size=10),
+            *(totals, totals, totals, times, texts),
         ),
         max_size=3,
     ),
     st.dictionaries(texts, st.none() | u64 | texts, max_size=3),
-    st.lists(st.tuples(u64, priorities, u64, u64), max_size=3),
+    st.lists(st.tuples(gids, priorities, offsets, offsets), max_size=3),
 )
+
+
+def unique(*fields: st.SearchStrategy[object]) -> st.SearchStrategy[list[tuple[object, ...]]]:
+    """Some of each group, of none twice."""
+    return st.lists(st.tuples(gids, *fields), max_size=3, unique_by=lambda told: told[0])
+
+
 carries = st.builds(
     rec.Carry,
-    *(offsets, u64, u64, puts),
-    st.lists(
-        st.builds(
-            rec.CarriedRow,
-            *(u64, st.integers(1, 6), u64, u64, u64, u64, u32, u32, u32, u32),
-            *(st.lists(failures, max_size=3), texts, u64),
-        ),
-        max_size=3,
-    ),
-    st.lists(st.tuples(u64, st.binary(max_size=9)), max_size=3),
-    st.lists(u64, max_size=3),
-    st.lists(st.tuples(u64, u32), max_size=3),
+    *(offsets, u32, times, puts),
+    unique(
+        *(st.integers(1, 6), u64, times, offsets, times, counts, counts, counts, counts),
+        *(st.lists(failures, max_size=3), texts, times),
+    ).map(lambda rows: [rec.CarriedRow(*row) for row in rows]),  # type: ignore[arg-type]
+    unique(st.binary(max_size=9)),
+    unique().map(lambda rows: [gid for (gid,) in rows]),
+    unique(counts),
 )
 kinds = st.sampled_from([rec.NACK, rec.LAPSED, rec.DIED, rec.RELEASE, rec.UNDO])
 items = st.lists(st.tuples(offsets, priorities, st.booleans()), max_size=5)
@@ -94,29 +101,31 @@ items = st.lists(st.tuples(offsets, priorities, st.booleans()), max_size=5)
 said = st.one_of(
     st.builds(rec.Deliver, u32, u64, u64, u64, items).map(lambda s: (s, rec.pack_deliver(*s))),
     st.builds(rec.Ack, u32, u64, u64, st.binary(max_size=9)).map(lambda s: (s, rec.pack_ack(*s))),
-    st.builds(rec.Return, u64, u64, kinds, u64, u32, u32, u32, st.none() | failures).map(
-        lambda s: (s, rec.pack_return(*s[:3], **dict(list(s._asdict().items())[3:])))
-    ),
-    st.builds(rec.Dead, u64, u64, texts, u64, u32, u32, st.none() | failures).map(
+    st.builds(
+        rec.Return, gids, offsets, kinds, times, counts, counts, counts, st.none() | failures
+    ).map(lambda s: (s, rec.pack_return(*s[:3], **dict(list(s._asdict().items())[3:])))),
+    st.builds(rec.Dead, gids, offsets, texts, times, counts, counts, st.none() | failures).map(
         lambda s: (s, rec.pack_dead(*s[:4], **dict(list(s._asdict().items())[4:])))
     ),
-    st.builds(rec.Extend, u64, u64, u64).map(lambda s: (s, rec.pack_extend(*s))),
-    st.builds(rec.Redrive, u64, st.lists(st.tuples(u64, u64), max_size=3)).map(
+    st.builds(rec.Extend, gids, offsets, times).map(lambda s: (s, rec.pack_extend(*s))),
+    st.builds(rec.Redrive, gids, st.lists(st.tuples(offsets, times), max_size=3)).map(
         lambda s: (s, rec.pack_redrive(*s))
     ),
-    st.builds(rec.Cancel, u32, st.lists(u64, max_size=3)).map(lambda s: (s, rec.pack_cancel(*s))),
-    st.builds(rec.Purge, u64).map(lambda s: (s, rec.pack_purge(*s))),
-    st.builds(rec.PurgeDead, u64, st.lists(u64, max_size=3)).map(
+    st.builds(rec.Cancel, u32, st.lists(offsets, max_size=3)).map(
+        lambda s: (s, rec.pack_cancel(*s))
+    ),
+    st.builds(rec.Purge, gids).map(lambda s: (s, rec.pack_purge(*s))),
+    st.builds(rec.PurgeDead, gids, st.lists(offsets, max_size=3)).map(
         lambda s: (s, rec.pack_purge_dead(*s))
     ),
     st.builds(rec.Topic, u32, texts).map(lambda s: (s, rec.pack_topic(*s))),
-    st.builds(rec.Group, u32, u64, texts, u64 | st.sampled_from(["earliest", "latest"])).map(
+    st.builds(rec.Group, u32, gids, texts, offsets | st.sampled_from(["earliest", "latest"])).map(
         lambda s: (s, rec.pack_group(*s))
     ),
-    st.builds(rec.GroupDrop, u64).map(lambda s: (s, rec.pack_group_drop(*s))),
-    st.builds(rec.Pause, u64, u64, texts).map(lambda s: (s, rec.pack_pause(*s))),
+    st.builds(rec.GroupDrop, gids).map(lambda s: (s, rec.pack_group_drop(*s))),
+    st.builds(rec.Pause, gids, times, texts).map(lambda s: (s, rec.pack_pause(*s))),
     st.builds(
-        rec.Replay, u64, st.lists(st.tuples(u64, priorities, keyhashes, u64), max_size=3)
+        rec.Replay, gids, st.lists(st.tuples(offsets, priorities, keyhashes, times), max_size=3)
     ).map(lambda s: (s, rec.pack_replay(*s))),
     st.builds(rec.Option, st.dictionaries(texts, st.none() | u64, max_size=3)).map(
         lambda s: (s, rec.pack_option(*s))
@@ -124,9 +133,9 @@ said = st.one_of(
     checkpoints.map(lambda s: (s, rec.pack_checkpoint(s))),
     carries.map(lambda s: (s, rec.pack_carry(s))),
     st.just(rec.Clean()).map(lambda s: (s, rec.pack_clean())),
-    st.builds(rec.Void, st.lists(u64, max_size=3)).map(lambda s: (s, rec.pack_void(*s))),
+    st.builds(rec.Void, st.lists(offsets, max_size=3)).map(lambda s: (s, rec.pack_void(*s))),
     st.builds(rec.Owner, u64, texts).map(lambda s: (s, rec.pack_owner(*s))),
-    st.builds(rec.Damaged, st.lists(st.tuples(u64, texts), max_size=3)).map(
+    st.builds(rec.Damaged, st.lists(st.tuples(offsets, texts), max_size=3)).map(
         lambda s: (s, rec.pack_damaged(*s))
     ),
 )
@@ -211,8 +220,9 @@ def test_nested_garbage_is_refused() -> None:
 
 def test_a_later_version_may_add_fields() -> None:
     """Fields at the end of a record or an item that are not known here are passed over."""
-    assert rec.unpack(b"\x09" + msgpack.packb([7, "more"])) == rec.Purge(7)
-    assert rec.unpack(b"\x07" + msgpack.packb([7, [[1, 2, 3]]])) == rec.Redrive(7, [(1, 2)])
+    gid = rec.group_id("default", "default")
+    assert rec.unpack(b"\x09" + msgpack.packb([gid, "more"])) == rec.Purge(gid)
+    assert rec.unpack(b"\x07" + msgpack.packb([gid, [[1, 2, 3]]])) == rec.Redrive(gid, [(1, 2)])
 
 
 def test_types_from_64_on_may_be_passed_over() -> None:

@@ -206,12 +206,11 @@ class AsyncDeadLetterQueue:
     async def __aiter__(self) -> AsyncIterator[DeadLetter]:
         after: int | None = None
         while True:
-            found = await in_pool(self._letters._load, after, 100)
+            found, after = await in_pool(self._letters._load, after, 100)
             for letter in found:
                 yield letter
-            if len(found) < 100:
+            if after is None:
                 return
-            after = found[-1].offset
 
     async def peek(self, n: int = 1) -> list[DeadLetter]:
         """The first `n` letters; nothing is changed."""

@@ -108,8 +108,10 @@ class Folding:
                 # Groups from before what is kept begin anew: messages come twice, none is lost.
                 tx.note_damage(checkpoint, str(error))
             else:
-                assert isinstance(known, _records.Checkpoint), "the log marks its checkpoints"
-                tx.seed(known, head)
+                if isinstance(known, _records.Checkpoint):
+                    tx.seed(known, head)
+                else:
+                    tx.note_damage(checkpoint, "another record where a checkpoint should be")
         noter = self._damage_noter(tx)
         start = max(tx.applied, head)
         while start < tail:

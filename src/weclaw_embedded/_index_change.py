@@ -24,6 +24,7 @@ from ._index_rows import (
     ID_ROW,
     KEY,
     MOVED,
+    MOVED_ROW,
     OF_GROUP,
     OPTIONS,
     OTHER,
@@ -56,6 +57,7 @@ from ._records import (
     Replay,
     Topic,
     Void,
+    one_more,
 )
 
 
@@ -287,7 +289,7 @@ class Change(Moves):
             row = Row.unpack(value)
             self._unlink(group, message, row)
             row.retry = row.crash = 0
-            row.redrive += 1
+            row.redrive = one_more(row.redrive)
             row.expiry_us = expiry_us
             row.order = offset + place  # an item takes more than a byte: no other order is the same
             row.reason, row.died_us = "", 0
@@ -320,8 +322,9 @@ class Change(Moves):
         why = self._get(key_tid_u64(SKIP, topic.tid, offset))
         if why is not None and why[1] == CANCELLED:
             return False
-        if self._get(key_u64(MOVED, offset)) is not None:
-            return True
+        moved = self._get(key_u64(MOVED, offset))
+        if moved is not None:
+            return MOVED_ROW.unpack(moved)[3:] == (topic.tid, priority)
         index = self._index_of(topic, priority, offset)
         if index < topic.tails[priority] and self._entry(topic, priority, index) == offset:
             return index < group.cursor[priority]

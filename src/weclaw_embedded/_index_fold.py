@@ -21,7 +21,6 @@ import lmdb
 
 from . import _records as rec
 from ._index_keep import Keep
-from ._index_notes import Notes
 from ._index_rows import (
     CHUNK_ENTRIES,
     LEASED,
@@ -63,6 +62,7 @@ from ._records import (
     Failure,
     Readable,
     key_hash,
+    one_more,
     split_put,
     unpack_meta,
 )
@@ -78,15 +78,10 @@ _DELIVER_ONE: Final = Struct("<BBHIQQQQB")  # a DELIVER of one message, head and
 _NO_PRIORITY: Final = PRIORITIES << 4  # the second byte of a PUT from which on it is none
 _LAST_ENTRY: Final = CHUNK_ENTRIES - 1
 _NARROW: Final = 2**32 - 1
-_MAX_REJECTED: Final = 100
 
 
-class Fold(Keep, Notes):
-    """Applies records; `rejected` are those it could not read: (offset, reason)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rejected: list[tuple[int, str]] = []
+class Fold(Keep):
+    """Applies records; what it cannot read is noted as damage and passed over."""
 
     def apply(self, offset: int, time_us: int, record: Readable) -> None:
         """Fold one record that stands at an offset of the log.
@@ -118,9 +113,8 @@ class Fold(Keep, Notes):
                 fold(self, said, offset, time_us)
 
     def _reject(self, offset: int, reason: str) -> None:
-        """Pass a record over: its checksum held, so the rest must flow all the same."""
-        if len(self.rejected) < _MAX_REJECTED:
-            self.rejected.append((offset, reason))
+        """Pass a record over and say so: its checksum held, and the rest must flow all the same."""
+        self.note_damage(offset, reason)
 
     # Put
 
@@ -167,7 +161,7 @@ class Fold(Keep, Notes):
                 deadline=due_us,
                 expiry_us=expiry_us,
                 keyhash=keyhash,
-                size=min(size, 2**32 - 1),
+                size=min(size, _NARROW),
             )
             self._enter(group, offset, row, time_us)
 
@@ -239,7 +233,7 @@ class Fold(Keep, Notes):
             self._unlink(group, offset, row)
         row.owner = owner
         row.deadline = deadline_ns
-        row.delivery += 1
+        row.delivery = one_more(row.delivery)
         self._lease(group, offset, row)
 
     # Settling
@@ -274,7 +268,7 @@ class Fold(Keep, Notes):
         if row.keyed:
             self._leave_key(group, row, time_us)
         if row.delivery:
-            self._note_deliveries(group, offset, row.delivery + 1)
+            self._note_deliveries(group, offset, one_more(row.delivery))
         return True
 
     def _take(self, group: GroupState, offset: int) -> Row | None:

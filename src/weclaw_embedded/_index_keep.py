@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from ._index_change import Change
+from ._index_notes import Notes
 from ._index_rows import (
     ALONE,
     CANCELLED,
@@ -69,7 +69,7 @@ from ._records import (
 )
 
 
-class Keep(Change):
+class Keep(Notes):
     """Says, folds and forgets what reclaim moves."""
 
     # Checkpoints
@@ -137,14 +137,15 @@ class Keep(Change):
     def _checkpoint(self, said: Checkpoint, offset: int, time_us: int) -> None:
         for told in said.topics:
             topic = self._known_topic(told)
-            topic.puts, topic.put_bytes = _counted(told.puts), _counted(told.put_bytes)
+            topic.puts, topic.put_bytes = told.puts, told.put_bytes
         for row in said.groups:
             self._checkpoint_met(row, time_us)
         if said.options != self.options:
             self._set_options(said.options)
         for gid, priority, start, end in said.purged:
             key = key_ranked(PURGED, gid, priority, start)
-            if self.group(gid) is not None and self._get(key) is None:
+            end = min(end, offset)  # what comes later was not purged
+            if start < end and self.group(gid) is not None and self._get(key) is None:
                 self._put(key, U64.pack(end))
 
     def _checkpoint_met(self, said: CheckpointGroup, time_us: int) -> None:
@@ -223,6 +224,9 @@ class Keep(Change):
     def _carry(self, said: Carry, offset: int, time_us: int) -> None:
         put = unpack_put(said.put)
         message = said.offset
+        if message >= offset:
+            self.note_damage(offset, f"a CARRY of a message at {message}, which comes after it")
+            return
         topic = self._topic(put.tid)
         if not topic.used >> put.priority & 1:
             topic.use(put.priority)
@@ -242,8 +246,10 @@ class Keep(Change):
         key_name = put.meta.get(META_KEY)
         keyhash = key_hash(key_name) if key_name is not None else None
         for told in said.rows:
-            if told.gid & GROUP_BIT:
+            if told.gid >= GROUP_BIT:
                 owner = self._reader(put.tid, told.gid, offset, time_us)
+                if owner.tid != put.tid:
+                    continue  # a group of another topic has no such message
             else:
                 owner = self.template(put.tid)
             row = _told_row(told, put.priority, len(said.put), keyhash)
@@ -507,11 +513,6 @@ class Keep(Change):
                 self._delete(key)
                 gone += 1
         return gone
-
-
-def _counted(n: int) -> int:
-    """A count as a checkpoint says it, with room to count on."""
-    return min(n, 1 << 62)
 
 
 def _carried_row(gid: int, row: Row) -> CarriedRow:

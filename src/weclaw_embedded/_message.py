@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_FIRST_US: Final = (datetime.min.replace(tzinfo=timezone.utc) - _EPOCH) // _MICROSECOND
+_LAST_US: Final = (datetime.max.replace(tzinfo=timezone.utc) - _EPOCH) // _MICROSECOND
 
 
 def to_datetime(us: int) -> datetime:
-    """Microseconds since 1970 as an aware datetime in UTC."""
-    return _EPOCH + timedelta(microseconds=us)
+    """Microseconds since 1970 as an aware datetime in UTC, the nearest there is."""
+    return _EPOCH + timedelta(microseconds=min(max(us, _FIRST_US), _LAST_US))
 
 
 def describe(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from typing import Final
 from . import _clock, _files
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
 from ._index import FILE_NAME, Index
+from ._records import MAX_TIME_US
 from ._shared import (
     DEAD_SEQ,
     FAILED,
@@ -361,7 +362,8 @@ def _delete_index(directory: str) -> None:
 
 def _new_shift(log: Log) -> int:
     """Begin this boot's queue time: like the wall clock, but never before the last frame's."""
-    return max(_clock.wall_us(), log.last_time_us()) - _clock.boottime_us()
+    last_us = min(log.last_time_us(), MAX_TIME_US)  # a hostile one must not end time
+    return max(_clock.wall_us(), last_us) - _clock.boottime_us()
 
 
 def take_owner_slot(fd: int, page: SharedPage) -> tuple[int, int]:

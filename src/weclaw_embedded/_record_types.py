@@ -8,6 +8,8 @@ from __future__ import annotations
 import struct
 from typing import Any, Final, NamedTuple
 
+from ._format import MAX_OFFSET as MAX_OFFSET
+
 Record = tuple[bytes, ...]  # the pieces of one record, in order
 Readable = bytes | memoryview
 Failure = tuple[int, str, str]  # when (us), reason, consumer
@@ -68,13 +70,27 @@ STATE_LEASED: Final = 5
 STATE_DEAD: Final = 6
 
 PRIORITIES: Final = 10
+NEVER: Final = 2**63 - 1  # the deadline of a lease that only its settling or a death ends
+
+# Limits: what is beyond them is no record. With `MAX_OFFSET`, for whatever names a place of the
+# log, they leave room to count and add on in the 64 bits that the index has for a number.
 MAX_DELIVER: Final = 0xFFFF  # messages in one DELIVER
 MAX_FAILURES: Final = 20  # kept of one message
-NEVER: Final = 2**63 - 1  # the deadline of a lease that only its settling or a death ends
+MAX_COUNT: Final = 2**32 - 1  # deliveries, retries, crashes of one message: counting stops there
+MAX_TOTAL: Final = 2**62  # messages and bytes that a topic or a group has counted
+MAX_WAIT_US: Final = 2**62  # a delay or a time to live as it was asked for
+MAX_TIME_US: Final = 2**58  # queue time of a frame; with any wait added it is below NEVER
+
 FROM_QUEUE: Final = 1  # flag of a delivery: taken from the position queue, at the cursor
 KEY_HASH_BYTES: Final = 8
 NO_KEY: Final = bytes(KEY_HASH_BYTES)
 GROUP_BIT: Final = 1 << 63
+
+
+def one_more(count: int) -> int:
+    """A count of one message and one more, as far as it is counted."""
+    return min(count + 1, MAX_COUNT)
+
 
 PUT_HEAD: Final = struct.Struct("<BBHI")
 DELIVER_HEAD: Final = struct.Struct("<BBHIQQQ")

@@ -33,8 +33,6 @@ from ._record_types import *  # noqa: F403  one vocabulary, in two rooms
 
 _LONG_META: Final = 0xFFFF
 _U32: Final = struct.Struct("<I")
-_MAX_U32: Final = 2**32 - 1
-_MAX_U64: Final = 2**64 - 1
 
 _META_TYPES: Final[dict[int, type]] = {
     META_KEY: str,
@@ -46,6 +44,12 @@ _META_TYPES: Final[dict[int, type]] = {
     META_SKEW_US: int,
     META_DELAY_US: int,
     META_TTL_US: int,
+}
+_META_LIMITS: Final[dict[int, int]] = {
+    META_DUE_US: NEVER,
+    META_EXPIRY_US: NEVER,
+    META_DELAY_US: MAX_WAIT_US,
+    META_TTL_US: MAX_WAIT_US,
 }
 
 
@@ -282,7 +286,10 @@ def unpack(record: Readable) -> AnyRecord:
     if layout is not None:
         said, checks = layout
         fields = _fields(record, len(checks), _LEFT_OUT.get(kind, []))
-        return said(*[check(field) for check, field in zip(checks, fields, strict=True)])
+        record_said = said(*[check(field) for check, field in zip(checks, fields, strict=True)])
+        if isinstance(record_said, Carry):
+            _check_carry(record_said)
+        return record_said
     if kind >= SKIPPABLE:
         return Unknown(kind)
     raise ValueError(f"a record of unknown type {kind}")
@@ -325,8 +332,8 @@ def unpack_meta(meta: Readable) -> dict[int, Any]:
         expected = _META_TYPES.get(name)
         if expected is not None and type(value) is not expected:
             raise ValueError(f"a PUT whose meta {name} is of type {type(value).__name__}")
-    for name in (META_DUE_US, META_EXPIRY_US, META_DELAY_US, META_TTL_US):
-        if name in values and not 0 <= values[name] <= NEVER:
+    for name, most in _META_LIMITS.items():
+        if name in values and not 0 <= values[name] <= most:
             raise ValueError(f"a PUT whose meta {name} is {values[name]}")
     return values
 
@@ -377,15 +384,28 @@ def _unpackb(data: Readable) -> Any:
 Check = Callable[[Any], Any]
 
 
-def _u64(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_U64:
-        raise ValueError(f"a record with {type(value).__name__} for a number")
-    return value
+def _up_to(most: int, what: str) -> Check:
+    """Return what checks a number from 0 to `most`."""
+
+    def checked(value: Any) -> Any:
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"a record with {value!r:.40} for {what}")
+        return value
+
+    return checked
 
 
-def _u32(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_U32:
-        raise ValueError("a record with a number that does not fit 32 bits")
+_place: Final = _up_to(MAX_OFFSET, "an offset")
+_count: Final = _up_to(MAX_COUNT, "a count")
+_total: Final = _up_to(MAX_TOTAL, "a total")
+_time: Final = _up_to(NEVER, "a time")
+_u32: Final = _up_to(2**32 - 1, "a number of 32 bits")
+_u64: Final = _up_to(2**64 - 1, "a number of 64 bits")
+
+
+def _gid(value: Any) -> int:
+    if type(value) is not int or not GROUP_BIT <= value < 2 * GROUP_BIT:
+        raise ValueError(f"a record with {value!r:.40} for a group")
     return value
 
 
@@ -426,7 +446,8 @@ def _state(value: Any) -> int:
 
 
 def _start(value: Any) -> str | int:
-    return value if value in ("earliest", "latest") else _u64(value)
+    start: str | int = value if value in ("earliest", "latest") else _place(value)
+    return start
 
 
 def _put(value: Any) -> bytes:
@@ -435,7 +456,7 @@ def _put(value: Any) -> bytes:
 
 
 def _cursors(value: Any) -> list[int]:
-    cursors: list[int] = _each_u64(value)
+    cursors: list[int] = _each_place(value)
     if len(cursors) != PRIORITIES:
         raise ValueError("a checkpoint whose group has not one cursor a priority")
     return cursors
@@ -444,15 +465,37 @@ def _cursors(value: Any) -> list[int]:
 def _options(value: Any) -> dict[str, Any]:
     if type(value) is not dict or not all(type(name) is str for name in value):
         raise ValueError("a record whose options are no map of names")
+    for option in value.values():
+        for one in option if type(option) is list else (option,):
+            if type(one) not in _OPTION_TYPES:
+                raise ValueError(f"a record with an option that is a {type(one).__name__}")
     return value
 
 
 def _failure(value: Any) -> Failure | None:
     if value is None:
         return None
-    if type(value) is not list or len(value) < 3:
-        raise ValueError("a record with half a failure")
-    return (_u64(value[0]), _text(value[1]), _text(value[2]))
+    failure: Failure = _told(value)
+    return failure
+
+
+def _failures(value: Any) -> list[Failure]:
+    if type(value) is not list:
+        raise ValueError("a record with something else than failures")
+    return [_told(one) for one in value[-MAX_FAILURES:]]
+
+
+def _check_carry(said: Carry) -> None:
+    """No group is told of twice, and of the template only what can be."""
+    rows = [row.gid for row in said.rows]
+    results, deliveries = [gid for gid, _ in said.results], [gid for gid, _ in said.deliveries]
+    for told in (rows, results, said.purged, deliveries):
+        if len(set(told)) != len(told):
+            raise ValueError("a carried message that is twice in one group")
+    tid = _U32.unpack_from(said.put, 4)[0]
+    for row in said.rows:
+        if row.gid < GROUP_BIT and (row.gid != tid or row.state in (STATE_LEASED, STATE_DEAD)):
+            raise ValueError(f"a carried message in state {row.state} of {row.gid}, no group")
 
 
 def _each(check: Check) -> Check:
@@ -477,56 +520,58 @@ def _row(*checks: Check, of: Callable[..., Any] = lambda *fields: fields) -> Che
     return checked
 
 
-_each_u64: Final = _each(_u64)
+_OPTION_TYPES: Final = frozenset({type(None), bool, int, float, str, bytes})
+_each_place: Final = _each(_place)
+_told: Final = _row(_time, _text, _text)
 _FIELDS: Final[dict[int, tuple[Callable[..., AnyRecord], tuple[Check, ...]]]] = {
-    RETURN: (Return, (_u64, _u64, _kind, _u64, _u32, _u32, _u32, _failure)),
-    DEAD: (Dead, (_u64, _u64, _text, _u64, _u32, _u32, _failure)),
-    EXTEND: (Extend, (_u64, _u64, _u64)),
-    REDRIVE: (Redrive, (_u64, _each(_row(_u64, _u64)))),
-    CANCEL: (Cancel, (_u32, _each_u64)),
-    PURGE: (Purge, (_u64,)),
-    PURGE_DEAD: (PurgeDead, (_u64, _each_u64)),
+    RETURN: (Return, (_gid, _place, _kind, _time, _count, _count, _count, _failure)),
+    DEAD: (Dead, (_gid, _place, _text, _time, _count, _count, _failure)),
+    EXTEND: (Extend, (_gid, _place, _time)),
+    REDRIVE: (Redrive, (_gid, _each(_row(_place, _time)))),
+    CANCEL: (Cancel, (_u32, _each_place)),
+    PURGE: (Purge, (_gid,)),
+    PURGE_DEAD: (PurgeDead, (_gid, _each_place)),
     TOPIC: (Topic, (_u32, _text)),
-    GROUP: (Group, (_u32, _u64, _text, _start)),
-    GROUP_DROP: (GroupDrop, (_u64,)),
-    PAUSE: (Pause, (_u64, _u64, _text)),
-    REPLAY: (Replay, (_u64, _each(_row(_u64, _priority, _key_hash, _u64)))),
+    GROUP: (Group, (_u32, _gid, _text, _start)),
+    GROUP_DROP: (GroupDrop, (_gid,)),
+    PAUSE: (Pause, (_gid, _time, _text)),
+    REPLAY: (Replay, (_gid, _each(_row(_place, _priority, _key_hash, _time)))),
     OPTION: (Option, (_options,)),
     CHECKPOINT: (
         Checkpoint,
         (
-            _each(_row(_u32, _text, _u64, _u64, of=CheckpointTopic)),
+            _each(_row(_u32, _text, _total, _total, of=CheckpointTopic)),
             _each(
                 _row(
-                    *(_u32, _u64, _text, _u64, _u64, _cursors),
-                    *(_u64, _u64, _u64, _u64, _text),
+                    *(_u32, _gid, _text, _place, _place, _cursors),
+                    *(_total, _total, _total, _time, _text),
                     of=CheckpointGroup,
                 )
             ),
             _options,
-            _each(_row(_u64, _priority, _u64, _u64)),
+            _each(_row(_gid, _priority, _place, _place)),
         ),
     ),
     CARRY: (
         Carry,
         (
-            *(_u64, _u64, _u64, _put),
+            *(_place, _u32, _time, _put),
             _each(
                 _row(
-                    *(_u64, _state, _u64, _u64, _u64, _u64, _u32, _u32, _u32, _u32),
-                    *(_each(_row(_u64, _text, _text)), _text, _u64),
+                    *(_u64, _state, _u64, _time, _place, _time, _count, _count, _count, _count),
+                    *(_failures, _text, _time),
                     of=CarriedRow,
                 )
             ),
-            _each(_row(_u64, _bytes)),
-            _each_u64,
-            _each(_row(_u64, _u32)),
+            _each(_row(_gid, _bytes)),
+            _each(_gid),
+            _each(_row(_gid, _count)),
         ),
     ),
     CLEAN: (Clean, ()),
-    VOID: (Void, (_each_u64,)),
+    VOID: (Void, (_each_place,)),
     OWNER: (Owner, (_u64, _text)),
-    DAMAGED: (Damaged, (_each(_row(_u64, _text)),)),
+    DAMAGED: (Damaged, (_each(_row(_place, _text)),)),
 }
 # What the last fields of a record are when they are left out.
 _LEFT_OUT: Final[dict[int, list[Any]]] = {CARRY: [[]]}

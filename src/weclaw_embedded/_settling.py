@@ -71,7 +71,7 @@ def nack(
     if dies:
         record = _dead_of(session, lease, reason, failure)
     else:
-        n = lease.retry + 1
+        n = _records.one_more(lease.retry)
         wait_us = int(backoff_s * 1e6) if backoff_s is not None else backoff_us(retry, n)
         record = _records.pack_return(
             lease.gid,

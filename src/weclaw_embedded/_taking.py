@@ -104,7 +104,7 @@ def _lease(
             lease.retry = row.retry
             lease.crash = row.crash
             lease.redrive = row.redrive
-            lease.delivery = row.delivery + 1
+            lease.delivery = _records.one_more(row.delivery)
             lease.keyed = row.keyed
         lease.deadline_ns = deadline_ns
         lease.visibility_s = visibility_s
@@ -192,7 +192,7 @@ def _judge_death(
     retry: RetryPolicy,
     dead: list[int],
 ) -> _records.Record:
-    crash = row.crash + 1
+    crash = _records.one_more(row.crash)
     failure = (session.now_us, DEATH_REASON, session.tx.owner_name(row.owner))
     if crash > retry.max_crashes:
         dead.append(offset)
@@ -230,7 +230,7 @@ def _judge_lapse(
         LAPSED,
         due_us=session.now_us - late_us + wait_us if wait_us > late_us else 0,
         delivery=row.delivery,
-        retry=row.retry + 1,
+        retry=_records.one_more(row.retry),
         crash=row.crash,
         failure=failure,
     )

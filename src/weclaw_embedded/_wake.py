@@ -226,7 +226,7 @@ class Timer:
                     ahead_s = self._heap[0][0] - time.monotonic()
                     if ahead_s <= 0:
                         break
-                    self._condition.wait(ahead_s)
+                    self._condition.wait(min(ahead_s, threading.TIMEOUT_MAX))
                 if self._closed:
                     return
                 function = heapq.heappop(self._heap)[2]

@@ -164,11 +164,10 @@ class DeadLetterQueue:
         """
         after: int | None = None
         while True:
-            found = self._load(after, 100)
+            found, after = self._load(after, 100)
             yield from found
-            if len(found) < 100:
+            if after is None:
                 return
-            after = found[-1].offset
 
     def peek(self, n: int = 1) -> list[DeadLetter]:
         """The first `n` letters; nothing is changed."""
@@ -193,12 +192,13 @@ class DeadLetterQueue:
         return self._at(offset)
 
     def _at(self, offset: int) -> DeadLetter:
-        found = self._load(offset - 1, 1)
+        found, _ = self._load(offset - 1, 1)
         if not found or found[0].offset != offset:
             raise KeyError(offset)
         return found[0]
 
-    def _load(self, after: int | None, n: int) -> list[DeadLetter]:
+    def _load(self, after: int | None, n: int) -> tuple[list[DeadLetter], int | None]:
+        """The readable ones of the next `n` letters, and the last of them if there may be more."""
         queue = self._queue
 
         def look(session: Session) -> list[tuple[Any, ...]]:
@@ -209,11 +209,12 @@ class DeadLetterQueue:
             return [(queue._place(session, row[0]), *row) for row in rows]
 
         letters = []
-        for (location, salt), offset, row, reason, died_us in queue._run(look):
+        rows = queue._run(look)
+        for (location, salt), offset, row, reason, died_us in rows:
             content = queue._read(offset, location, salt)
             if content is not None:
                 letters.append(DeadLetter(queue, content, row, reason, died_us))
-        return letters
+        return letters, rows[-1][1] if len(rows) == n else None
 
     def redrive(self, ids: Iterable[str] | None = None, *, limit: int | None = None) -> int:
         """Make letters ready again: these, or all, at most `limit`. Returns how many.
@@ -228,9 +229,10 @@ class DeadLetterQueue:
         queue = self._queue
         policy = queue._policy
         done = 0
+        after: int | None = None  # each letter once: what is redriven may be dead again at once
         while limit is None or done < limit:
             room = _BATCH if limit is None else min(_BATCH, limit - done)
-            batch = self._offsets(wanted, room)
+            batch = self._offsets(wanted, room, after)
             if not batch:
                 break
             ttls = {offset: self._ttl_us(offset) for offset in batch}
@@ -254,6 +256,7 @@ class DeadLetterQueue:
             done += queue._change(redrive)
             if wanted is not None:
                 break
+            after = batch[-1]
         return done
 
     def _ttl_us(self, offset: int) -> int:
@@ -262,7 +265,7 @@ class DeadLetterQueue:
         except KeyError:
             return 0
 
-    def _offsets(self, wanted: list[str] | None, n: int) -> list[int]:
+    def _offsets(self, wanted: list[str] | None, n: int, after: int | None) -> list[int]:
         queue = self._queue
 
         def look(session: Session) -> list[int]:
@@ -270,7 +273,7 @@ class DeadLetterQueue:
             if group is None:
                 return []
             if wanted is None:
-                return [row[0] for row in islice(session.tx.dead(group.gid), n)]
+                return [row[0] for row in islice(session.tx.dead(group.gid, after), n)]
             found = dict.fromkeys(queue._find(session, one) for one in wanted)
             return [
                 offset
@@ -286,8 +289,9 @@ class DeadLetterQueue:
         queue = self._queue
         policy = queue._policy
         done = 0
+        after: int | None = None
         while True:
-            batch = self._offsets(wanted, _BATCH if wanted is None else len(wanted))
+            batch = self._offsets(wanted, _BATCH if wanted is None else len(wanted), after)
             if not batch:
                 return done
 
@@ -305,6 +309,7 @@ class DeadLetterQueue:
             done += queue._change(purge)
             if wanted is not None:
                 return done
+            after = batch[-1]
 
     def export(self, path: str | os.PathLike[str], format: str = "jsonl") -> int:
         """Write every letter to `path` ("jsonl": one JSON object a line; "csv"). Returns how many.

@@ -312,3 +312,15 @@ def test_settling_and_redriving_at_once(open_queue):
         thread.join()
     assert sorted(done) == list(range(200))
     assert q.stats()[:5] == (0, 0, 0, 0, 200)
+
+
+def test_a_letter_that_dies_again_at_once_is_redriven_once(tmp_path):
+    """Redriving all ends, also when some are dead again before it has come to the last."""
+    with weclaw.Queue(tmp_path / "q.wq") as q:
+        q.put_many([weclaw.Put(n, ttl=0.000001) for n in range(3)])
+        with pytest.raises(weclaw.Empty):
+            q.get(block=False)
+        assert len(q.dlq) == 3
+        assert q.dlq.redrive() == 3
+        assert len(q.dlq) == 3
+        assert [letter.redrive_count for letter in q.dlq] == [1, 1, 1]

@@ -121,7 +121,15 @@ def said(data: bytes) -> None:
             use(path)
 
 
-def part(log: wal.Log, payload: bytes, flags: int = _format.WHOLE) -> None:
+def payload(records: Sequence[bytes]) -> bytes:
+    """The payload of a part that holds these records and nothing else."""
+    packed = b""
+    for data in records:
+        packed += struct.pack("<II", len(data), 24 + len(packed)) + data
+    return packed
+
+
+def part(log: wal.Log, payload: bytes, flags: int = _format.WHOLE, time_us: int = 10**15) -> None:
     """Put a part with this payload at the end of the log, whatever is in it."""
     words = log.state.words
     offset = log.pending_tail
@@ -129,7 +137,7 @@ def part(log: wal.Log, payload: bytes, flags: int = _format.WHOLE) -> None:
     if not payload:
         return
     shift, salt = log.place(offset >> log.bits)
-    head = _format.PART.pack(0, len(payload), offset << 8 | flags, 10**15)[4:]
+    head = _format.PART.pack(0, len(payload), offset << 8 | flags, time_us)[4:]
     crc = _format.part_checksum(head + payload, salt, offset)
     _files.write_at(log.fd, [struct.pack("<I", crc) + head + payload], offset + shift)
     log.discard()

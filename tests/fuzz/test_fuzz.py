@@ -162,18 +162,11 @@ def test_any_payload_opens_or_is_set_aside(data: bytes) -> None:
     targets.frames(data)
 
 
-def pack(records: list[bytes]) -> bytes:
-    payload = b""
-    for data in records:
-        payload += struct.pack("<II", len(data), 24 + len(payload)) + data
-    return payload
-
-
 @FILES
 @given(st.lists(hostile, min_size=1, max_size=8))
 def test_a_file_may_say_what_it_likes(records: list[bytes]) -> None:
     """Records that contradict all that was said before open, or raise a typed error."""
-    targets.frames(pack([data for data in records if data]))
+    targets.frames(targets.payload([data for data in records if data]))
 
 
 @pytest.mark.slow
@@ -181,7 +174,7 @@ def test_a_file_may_say_what_it_likes(records: list[bytes]) -> None:
 @given(st.lists(hostile, min_size=1, max_size=12))
 def test_a_file_may_say_what_it_likes_for_long(records: list[bytes]) -> None:
     """The same with many more of them."""
-    targets.frames(pack([data for data in records if data]))
+    targets.frames(targets.payload([data for data in records if data]))
 
 
 #: Histories that once raised what is no error of ours.
@@ -238,7 +231,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_once_is_mended(name: str) -> None:
     """Records that found a defect: the file opens and can be used."""
-    targets.frames(pack(FOUND[name]))
+    targets.frames(targets.payload(FOUND[name]))
 
 
 BOMBS = {
