@@ -401,3 +401,29 @@ def test_a_forked_child_that_closes_harms_nobody(tmp_path: Path) -> None:
     assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [200, 300]
     tx.commit(400, 1)
     index.close(sync=True)
+
+
+def test_a_delivery_of_what_was_cancelled_says_nothing(tmp_path: Path) -> None:
+    """Nothing is handed out that was cancelled before, one by one or many at once."""
+    said = [
+        (100, PUT),
+        (200, PUT),
+        (300, joined(rec.pack_cancel(0, [100]))),
+        (400, joined(rec.pack_group(0, GID, "default"))),
+        (500, joined(rec.pack_deliver(0, GID, 7, 1, [(100, 0, True)]))),
+        (600, joined(rec.pack_ack(0, GID, 100))),
+    ]
+    for many in (False, True):
+        index = Index.open(tmp_path / str(many), create=True)
+        tx = index.write()
+        if many:
+            tx.apply_many([(0, 700, 1, 0, 0, said)])
+        else:
+            for offset, record in said:
+                tx.apply(offset, 1, record)
+        group = tx.group(GID)
+        assert group is not None
+        assert (tx.ready_count(group), group.n_leased, group.settled) == (1, 0, 0)
+        assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [200]
+        tx.abort()
+        index.close()

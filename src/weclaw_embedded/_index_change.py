@@ -123,9 +123,11 @@ class Change(Moves):
             self._remove(template, offset, row, time_us)
 
     def _skipped_ahead(self, group: GroupState, topic: TopicState) -> int:
-        """Count the entries at or beyond a group's cursors that are not to be delivered."""
-        if not self.template(topic.tid).skipped:
-            return 0
+        """Count the entries at or beyond a group's cursors that are not to be delivered.
+
+        The template's count is none to go by: it is of those beyond its own cursors, which a look
+        moves past what is to be skipped.
+        """
         ahead = 0
         for key, value in self._scan(SKIP + U32.pack(topic.tid)):
             place = self._find(topic, U64.unpack(key[5:])[0]) if value[0] != ALONE else None

@@ -193,7 +193,11 @@ class Fold(Keep):
             priority = flags >> 4
             if flags & FROM_QUEUE and priority < PRIORITIES:
                 index = cursor[priority]
-                if index < tails[priority] and self._entry(topic, priority, index) == message:
+                if (
+                    index < tails[priority]
+                    and self._entry(topic, priority, index) == message
+                    and not (group.skipped and self._skips(topic, message))
+                ):
                     cursor[priority] = index + 1
                     group.n_leased += 1
                     if leases is not None:
@@ -391,7 +395,12 @@ class Fold(Keep):
                                 continue
                         self._deliver(offset, time_us, record, fresh)
                         at = -1
-                        if gid in fresh and flags & FROM_QUEUE and flags < _NO_PRIORITY:
+                        if (
+                            gid in fresh
+                            and flags & FROM_QUEUE
+                            and flags < _NO_PRIORITY
+                            and not self._groups[gid].skipped
+                        ):
                             at, lane, group, leases = gid, flags, self._groups[gid], fresh[gid]
                             cursor = group.cursor
                             number = cursor[lane >> 4] // CHUNK_ENTRIES

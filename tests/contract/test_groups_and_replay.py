@@ -564,3 +564,18 @@ def test_groups_in_several_processes(path, open_queue):
     wanted = sorted([k, n] for k in range(3) for n in range(100))
     assert sorted(got[0] + got[1]) == wanted
     assert sorted(got[2] + got[3]) == wanted
+
+
+def test_what_was_cancelled_before_anybody_read_is_in_no_group(tmp_path):
+    """A look at a topic that nobody has read yet changes nothing of what its groups will get."""
+    with weclaw.Queue(tmp_path / "q.wq") as q:
+        cancelled, kept = q.put_many(["cancelled", "kept"])
+        assert q.cancel(cancelled)
+        assert [msg.id for msg in q.peek(9)] == [kept]
+        assert q.stats().oldest_age_s > 0
+        with weclaw.Queue(tmp_path / "q.wq", group="other") as other:
+            for group in (q, other):
+                assert group.get(block=False).id == kept
+                assert group.qsize() == 0
+                with pytest.raises(weclaw.Empty):
+                    group.get(block=False)
