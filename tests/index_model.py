@@ -553,6 +553,19 @@ def _put(driver: Driver, model: Model, a: int, b: int) -> None:
         )
 
 
+def counts(tx: Tx, group: Any, now: int) -> tuple[Any, ...]:
+    """Return what a user sees of a group."""
+    tx.move_due(group, now)
+    return (
+        tx.ready_count(group),
+        group.n_wait + group.n_parked,
+        (group.n_leased, group.n_dead, group.settled, group.retries),
+        tx.peek(group, 1000, now),
+        tx.oldest(group),
+        tx.first_unsettled(group) if tx.oldest(group) is not None else None,
+    )
+
+
 def _plain(driver: Driver, model: Model, a: int, b: int) -> None:
     for _ in range(1 + a % 6):
         model.put(0, (0, 5)[b % 2], None, None, 0, 0)
@@ -564,7 +577,15 @@ def _begin(driver: Driver, model: Model, a: int, b: int) -> None:
     gid = rec.group_id(topic, name)
     if gid not in model.groups:
         starts: list[str | int] = ["earliest", "earliest", "latest", model.end // 2]
-        model.begin(gid, tid, name, starts[(b // 3) % 4])
+        start = starts[(b // 3) % 4]
+        tx = driver.open()
+        promised = counts(tx, tx.template(tid), model.now)
+        model.begin(gid, tid, name, start)
+        begun = driver.open().group(gid)
+        assert begun is not None
+        if start == "earliest":  # it gets what a handle showed before
+            found = counts(driver.open(), begun, model.now)
+            assert found == promised, (found, promised)
 
 
 def _deliver(driver: Driver, model: Model, a: int, b: int) -> None:

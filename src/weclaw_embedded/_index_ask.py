@@ -190,14 +190,19 @@ class Ask(Change):
             if offset >= visible:
                 break
             if group.skipped and self._skips(topic, offset):
-                if index == group.cursor[priority]:  # so that the next one does not look again
-                    group.cursor[priority] += 1
-                    group.skipped -= 1
-                    self._changed_groups[group.gid] = group
+                self._pass(group, priority, index)
             else:
                 picks.append(Pick(offset, priority, True, None))
             index += 1
         return picks
+
+    def _pass(self, group: GroupState, priority: int, index: int) -> None:
+        """Move a cursor past an entry to be skipped, so that the next one does not look again."""
+        # Not the template's: a new group begins at the first one kept, whoever looked before.
+        if index == group.cursor[priority] and not group.is_template:
+            group.cursor[priority] += 1
+            group.skipped -= 1
+            self._changed_groups[group.gid] = group
 
     def _pick_merged(
         self,
@@ -266,10 +271,7 @@ class Ask(Change):
             if not (group.skipped and self._skips(topic, offset)):
                 reach[priority] = index
                 return Pick(offset, priority, True, None)
-            if index == group.cursor[priority]:
-                group.cursor[priority] += 1
-                group.skipped -= 1
-                self._changed_groups[group.gid] = group
+            self._pass(group, priority, index)
             index += 1
         reach[priority] = index
         return None

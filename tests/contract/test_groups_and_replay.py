@@ -129,6 +129,25 @@ def test_a_group_that_began_later_does_not_stand_in_the_way_of_cancel(open_store
     assert take(q) == []
 
 
+@pytest.mark.parametrize("look", ["stats", "peek", "offset", "status"])
+def test_looking_before_a_group_exists_brings_nothing_cancelled_back(open_store, look):
+    """Who looks before the first get changes nothing of what that get gives."""
+    store = open_store()
+    q = store.queue()
+    gone, stays = q.put_many(["gone", "stays"])
+    urgent = q.put("urgent and gone", priority=5)
+    for task in (gone, urgent):
+        assert q.cancel(task)
+        {
+            "stats": q.stats,
+            "peek": q.peek,
+            "offset": lambda: q.offset,
+            "status": lambda: q.status(stays),
+        }[look]()
+    assert drain(q) == ["stays"]
+    assert drain(store.queue(group="later")) == ["stays"]
+
+
 def test_one_that_a_group_purged_can_be_cancelled_for_the_others(open_store):
     """A group that purged a message neither holds nor settled it; purged by all it is unknown."""
     store = open_store()
