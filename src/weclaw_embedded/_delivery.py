@@ -35,6 +35,7 @@ class Address:
     gid: int
     retry: RetryPolicy
     holder: object = None  # whose leases are handed back together: the queue's, so its store's
+    start: str | int = "earliest"  # where the group begins if it does not exist
 
 
 @dataclass(slots=True)
@@ -132,23 +133,29 @@ def topic_of(session: Session, name: str) -> tuple[int, list[_records.Record]]:
         tid = (tid + 1) & 0xFFFFFFFF
 
 
-def group_of(session: Session, address: Address, start: str | int = "earliest") -> GroupState:
+def group_of(session: Session, address: Address) -> GroupState:
     """The group, begun now if it does not exist yet."""
     group = session.tx.group(address.gid)
     if group is not None and group.name:
         return group
     tid, records = topic_of(session, address.topic)
-    session.append([*records, _records.pack_group(tid, address.gid, address.group, start)])
+    session.append([*records, group_record(tid, address)])
     found = session.tx.group(address.gid)
     assert found is not None, "a GROUP record makes the group"
     return found
 
 
+def group_record(tid: int, address: Address) -> _records.Record:
+    return _records.pack_group(tid, address.gid, address.group, address.start)
+
+
 def seen_by(session: Session, address: Address) -> GroupState | None:
-    """The group; before its first get, the template that shows what it would get."""
+    """The group; before its first get, the template that shows what it would get, None when that
+    is nothing.
+    """
     tx = session.tx
     group = tx.group(address.gid)
-    if group is not None:
+    if group is not None or address.start == "latest":
         return group
     topic = tx.topic(address.topic)
     return None if topic is None else tx.group(topic.tid)

@@ -250,6 +250,8 @@ class Engine(Folding, Durability, FileOptions):
                             job.result = job.operation(session, *job.args)
                         except Exception as error:  # noqa: BLE001  each job's own, told to it
                             job.error = error
+                        if session.imagined:
+                            session.forget_imagined()
                         job.must_sync = session.must_sync
                         if session.replicated:
                             job.puts = session.take_puts()

@@ -347,6 +347,19 @@ class Ask(Change):
             over.append((offset, Row.unpack(value)))
         return over
 
+    def bury_expired(self, template: GroupState, now_us: int, reason: str) -> None:
+        """Make dead letters of what has run out before a group began, as one that begins would.
+
+        For an answer alone: the transaction must not be committed.
+        """
+        while over := self.expired(template, now_us):
+            for offset, _ in over:
+                row = self.row(template.gid, offset)  # read now: another's leaving let it go on
+                assert row is not None
+                self._remove(template, offset, row, now_us)
+                row.reason, row.died_us = reason, row.expiry_us
+                self._bury(template, offset, row)
+
     def next_due(self, group: GroupState) -> int | None:
         """Return when something next gets ready or runs out (us); None: nothing waits."""
         times = []

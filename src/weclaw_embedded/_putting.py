@@ -162,10 +162,13 @@ def _check_room(session: Session, address: Address, n: int, maxsize: int, dead: 
         )
     group = seen_by(session, address)
     waiting = 0 if group is None else waiting_in(session.tx, group)
-    if group is not None and waiting + n > maxsize and not group.is_template:
+    if group is not None and waiting + n > maxsize:
         # What has run out meanwhile makes room.
-        sweep(session, group, address.retry, dead)
-        waiting = waiting_in(session.tx, group)
+        if group.is_template:
+            waiting -= len(session.tx.expired(group, session.now_us, waiting))
+        else:
+            sweep(session, group, address.retry, dead)
+            waiting = waiting_in(session.tx, group)
     if waiting + n > maxsize:
         raise NoRoom(
             f"topic {address.topic!r} has {waiting} of at most {maxsize} messages waiting in group "

@@ -107,18 +107,35 @@ def is_dead(session: Session, gid: int, offset: int) -> bool:
 
 def swept(session: Session, address: Address, dead: list[int]) -> GroupState | None:
     """The group, or the template of one not begun yet, with all judged that ended by itself."""
-    group = _delivery.seen_by(session, address)
-    if group is not None and group.gid == address.gid:
-        session.engine.bury(session, session.engine.dead_owners(everyone=True))
-        _taking.sweep(session, group, address.retry, dead)
-    elif group is not None:
-        session.tx.move_due(group, session.now_us)
-        unread = session.may_write and not session.tx.groups(group.tid)
-        if unread and session.tx.expired(group, session.now_us):
-            # What ran out before anybody read the topic is a dead letter of its first group.
-            group = _delivery.group_of(session, address)
-            _taking.sweep(session, group, address.retry, dead)
+    group = session.tx.group(address.gid)
+    if group is None:
+        return _imagined(session, address)
+    session.engine.bury(session, session.engine.dead_owners(everyone=True))
+    _taking.sweep(session, group, address.retry, dead)
     return group
+
+
+def _imagined(session: Session, address: Address) -> GroupState | None:
+    """What the group would be if it began now. Looking begins none: one that nobody reads would
+    keep everything for ever.
+    """
+    topic = session.tx.topic(address.topic)
+    if topic is None:
+        return None
+    if address.start != "earliest":
+        tx = session.imagine()
+        session.judge([_delivery.group_record(topic.tid, address)])
+        group = tx.group(address.gid)
+        assert group is not None, "a GROUP record makes the group"
+        _taking.sweep(session, group, address.retry, [])
+        return group
+    template = session.tx.template(topic.tid)
+    if session.tx.expired(template, session.now_us, 1):
+        tx = session.imagine()
+        template = tx.template(topic.tid)
+        tx.bury_expired(template, session.now_us, _taking.EXPIRY_REASON)
+    session.tx.move_due(template, session.now_us)
+    return template
 
 
 def stats(session: Session, address: Address, dead: list[int]) -> Stats:
@@ -214,8 +231,13 @@ def outcome(
     return Outcome(state, offset, ack_at)
 
 
-def cancel(session: Session, address: Address, id: str, policy: int) -> bool:
+def cancel(
+    session: Session, address: Address, id: str, policy: int, dead: list[int] | None = None
+) -> bool:
+    """Without `dead` what ended by itself is not judged first."""
     topic = session.tx.topic(address.topic)
+    if dead is not None and session.tx.group(address.gid) is not None:
+        swept(session, address, dead)  # what the group holds no more is not held
     offset = None if topic is None else find(session, topic.tid, id)
     if topic is None or offset is None:
         return False
@@ -238,8 +260,9 @@ def cancel(session: Session, address: Address, id: str, policy: int) -> bool:
     return True
 
 
-def purge(session: Session, address: Address, policy: int) -> int:
+def purge(session: Session, address: Address, policy: int, dead: list[int]) -> int:
     group = _delivery.group_of(session, address)
+    swept(session, address, dead)
     count = _delivery.waiting_in(session.tx, group)
     if count:
         session.append([_records.pack_purge(group.gid)], policy)

@@ -43,6 +43,7 @@ class Session:
         "_tx",
         "after_write",
         "engine",
+        "imagined",
         "log",
         "must_sync",
         "now_us",
@@ -67,6 +68,7 @@ class Session:
         self._appended: list[tuple[int, Record]] = []
         self._applied = 0
         self._sync_from = 0
+        self.imagined = False
 
     @property
     def tx(self) -> Tx:
@@ -112,7 +114,43 @@ class Session:
 
     def judge(self, records: Sequence[Record]) -> None:
         """Append what ended by itself (a lease run out, a death, an expiry)."""
-        self.append(records)
+        if not self.imagined:
+            self.append(records)
+            return
+        for record in records:
+            self.tx.apply(self.log.pending_tail, self.now_us, b"".join(record))
+
+    def imagine(self) -> Tx:
+        """The index, to answer what would be so: what is done to it from here on is dropped when
+        the operation ends, and what is judged is not written.
+        """
+        tx = self.tx
+        if self.may_write and not self.imagined:
+            if not self._appended:
+                # What was folded for this is kept, or it would be folded again at each question.
+                self._tx = None
+                self._keep(tx)
+            self.imagined = True
+        return self.tx
+
+    def forget_imagined(self) -> None:
+        """The operation that imagined something has ended."""
+        tx, self._tx = self._tx, None
+        if tx is not None:
+            tx.abort()
+        self._applied = 0
+        self.imagined = False
+
+    def _keep(self, tx: Tx) -> bool:
+        """Commit what the index learned; False when there was no room for it."""
+        try:
+            frame, checksum = self.log.last_frame
+            tx.commit(self.page.words[TAIL], checksum, frame)
+        except IndexFullError as error:
+            # The log has it all. Whoever looks next applies it again.
+            logger.debug("index not written, the log is ahead of it: %s", error)
+            return False
+        return True
 
     def option(self, name: str) -> Any:
         """An option of the file; see `Engine.option`."""
@@ -143,6 +181,8 @@ class Session:
                 raise
             except OSError as error:
                 raise engine.fail(f"writing failed: {error}") from error
+        if self.imagined:
+            self.forget_imagined()
         is_indexed = True
         tx = self._tx
         if tx is None:
@@ -151,13 +191,7 @@ class Session:
         else:
             if self._applied < len(self._appended):
                 self._apply(tx)
-            try:
-                frame, checksum = self.log.last_frame
-                tx.commit(self.page.words[TAIL], checksum, frame)
-            except IndexFullError as error:
-                # The log has it all. Whoever looks next applies it again.
-                logger.debug("index not written, the log is ahead of it: %s", error)
-                is_indexed = False
+            is_indexed = self._keep(tx)
             # Not before: when Ctrl-C comes here, `abort` is to end it.
             self._tx = None
         if is_indexed:

@@ -99,12 +99,12 @@ def held(queue: Queue, n: int) -> list[Held]:
 def deaths(queue: Queue) -> list[tuple[int, int]]:
     """(offset, time of death in us) of every dead letter; together they name one death.
 
-    Who may not write is told only what is written: a death judged by the look itself would have
-    another time at each look.
+    Where nothing is written (the file may only be looked at, or no group has begun) only what is
+    written already is told: a death that the look itself judges would be told again later.
     """
 
     def look(session: Session) -> list[tuple[int, int]]:
-        if session.may_write:
+        if session.may_write and session.tx.group(queue._address.gid) is not None:
             group = queue._swept(session)
         else:
             group = _delivery.seen_by(session, queue._address)

@@ -15,7 +15,7 @@ from datetime import datetime
 from itertools import islice
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
-from . import _files, _records
+from . import _delivery, _files, _records
 from ._jsonable import dumps, jsonable
 from ._message import Content, to_datetime
 from ._options import check_count
@@ -238,9 +238,8 @@ class DeadLetterQueue:
             ttls = {offset: self._ttl_us(offset) for offset in batch}
 
             def redrive(session: Session, ttls: dict[int, int] = ttls) -> int:
-                group = queue._swept(session)
-                if group is None:
-                    return 0
+                group = _delivery.group_of(session, queue._address)
+                queue._swept(session)
                 items = [
                     (offset, session.now_us + ttl if ttl else 0)
                     for offset, ttl in ttls.items()
@@ -296,9 +295,8 @@ class DeadLetterQueue:
                 return done
 
             def purge(session: Session, batch: list[int] = batch) -> int:
-                group = queue._swept(session)
-                if group is None:
-                    return 0
+                group = _delivery.group_of(session, queue._address)
+                queue._swept(session)
                 gone = [offset for offset in batch if is_dead(session, group.gid, offset)]
                 if gone:
                     session.append([_records.pack_purge_dead(group.gid, gone)], policy)

@@ -186,11 +186,12 @@ class Queue:
             group_id(options.topic, options.group),
             options.retry,
             self._holder,
+            options.start,
         )
         self.dlq = DeadLetterQueue(self)
         self._closed = False
         if "start" in options.given and not store.readonly:
-            self._run(_delivery.group_of, self._address, options.start)
+            self._run(_delivery.group_of, self._address)
 
     def __repr__(self) -> str:
         return f"<Queue {self.topic!r}, group {self.group!r}, of {self._store.path}>"
@@ -449,7 +450,10 @@ class Queue:
         """Take a message out of every group. False if it is unknown, or any group holds it or has
         settled it; then nothing is changed.
         """
-        return self._change(_queries.cancel, self._address, _text("id", id), self._policy)
+        dead: list[int] = []
+        done = self._change(_queries.cancel, self._address, _text("id", id), self._policy, dead)
+        self._remember_dead(dead)
+        return done
 
     # -- get ---------------------------------------------------------------------------------------
 
@@ -749,7 +753,10 @@ class Queue:
         """Throw away all that is ready or delayed in this group; returns how many. What is leased
         or dead stays.
         """
-        return self._change(_queries.purge, self._address, self._policy)
+        dead: list[int] = []
+        count = self._change(_queries.purge, self._address, self._policy, dead)
+        self._remember_dead(dead)
+        return count
 
     def pause(self, seconds: float, reason: str | None = None) -> None:
         """No deliveries from this topic and group for so long, in any process, over restarts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import os
 import shutil
@@ -598,3 +599,112 @@ def test_what_was_cancelled_before_anybody_read_is_in_no_group(tmp_path):
                 assert group.qsize() == 0
                 with pytest.raises(weclaw.Empty):
                     group.get(block=False)
+
+
+def test_a_handle_shows_what_its_group_would_get(open_store):
+    """Until a group exists a handle shows what it would get, by its `start`; looking makes none."""
+    open_store().queue().put_many(["a", "b", "c"])
+    second = open_store().queue().peek(3)[1].offset
+    for readonly in (True, False):
+        store = open_store(readonly=readonly)
+        for start, bodies in (("earliest", ["a", "b", "c"]), ("latest", []), (second, ["b", "c"])):
+            if not readonly:
+                store.queue(group="g", start=start)  # begins it
+                store.drop_group("g")
+            q = store.queue(group="g", start=start) if readonly else looker(store, start)
+            assert [m.body for m in q.peek(5)] == bodies
+            assert (q.qsize(), q.empty()) == (len(bodies), not bodies)
+            assert q.stats()[:5] == (len(bodies), 0, 0, 0, 0)
+            assert (q.stats().oldest_age_s > 0) is bool(bodies)
+            assert q.join(timeout=0.0) is not bool(bodies)
+            assert names(store) == []
+            if not readonly:
+                assert drain(q) == bodies
+                store.drop_group("g")
+
+
+def looker(store, start):
+    """A handle whose group was dropped after it was opened."""
+    q = store.queue(group="g", start=start)
+    store.drop_group("g")
+    return q
+
+
+def test_a_latest_group_that_does_not_exist_has_room(open_store):
+    """`maxsize` counts what the handle's group would get: from the latest on nothing yet."""
+    store = open_store()
+    store.queue().put_many(["a", "b"])
+    q = store.queue(group="g", start="latest", maxsize=1)
+    store.drop_group("g")
+    q.put("c", block=False)
+    assert q.qsize() == 0
+    assert not q.full()
+
+
+def test_what_ran_out_before_a_group_began_is_shown_and_begins_none(open_store):
+    """An expired message of an unread topic is a dead letter to every look, and makes no group."""
+    store = open_store()
+    q = store.queue(maxsize=3)
+    head = q.put("head", ttl=0.2, key="k")
+    q.put("next", key="k")
+    task = q.put("x", ttl=0.2)
+    assert q.stats()[:4] == (2, 1, 0, 0)
+    time.sleep(0.3)
+    for _ in range(2):
+        assert q.stats()[:4] == (1, 0, 0, 2)
+        assert [m.body for m in q.peek(5)] == ["next"]
+        assert [x.id for x in q.dlq] == [head, task]
+        assert (len(q.dlq), q.qsize()) == (2, 1)
+        assert q.dlq.get(task).reason == "expired"
+        assert q.status(task) == "dead"
+        with pytest.raises(weclaw.DeadLetterError):
+            q.result(task)
+        assert names(store) == []
+    q.put_many(["room", "for two"], block=False)
+    with pytest.raises(weclaw.Full):
+        q.put("more", block=False)
+    assert names(store) == []
+    # It may be settled like any letter; that begins the group.
+    assert q.dlq.redrive([head]) == 1
+    assert names(store) == [("default", "default")]
+    assert q.dlq.purge([task]) == 1
+    assert q.stats()[:4] == (3, 1, 0, 0)
+
+
+def test_looking_ahead_does_not_disturb_what_is_done_in_the_same_turn(path):
+    """Tasks that ask for results while others put: what one only imagined is dropped, no more."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path, group="none yet") as q:
+            task = await q.put("x", ttl=0.05)
+            await asyncio.sleep(0.1)
+
+            async def ask():
+                with pytest.raises(weclaw.DeadLetterError):
+                    await q.result(task, timeout=5.0)
+
+            await asyncio.gather(
+                *(q.put(n, id=f"{n}") for n in range(50)), *(ask() for _ in range(50))
+            )
+            assert await q.qsize() == 50
+            bodies = [m.body for m in await q.peek(100)]
+            assert sorted(bodies) == list(range(50))
+
+    asyncio.run(main())
+
+
+def test_purge_and_cancel_judge_what_ended_by_itself_first(open_store):
+    """A lease that ran out holds nothing; what expired is a dead letter and is not purged."""
+    store = open_store()
+    q = store.queue(retry=weclaw.RetryPolicy(backoff=60.0))
+    a, b = q.put_many(["a", "b"])
+    q.get(visibility_timeout=0.1)
+    q.get(visibility_timeout=0.1)
+    time.sleep(0.2)
+    assert q.cancel(a) is True
+    assert q.purge() == 1
+    assert q.status(b) == "unknown"
+    task = q.put("x", ttl=0.1)
+    time.sleep(0.2)
+    assert q.purge() == 0
+    assert q.status(task) == "dead"
