@@ -531,10 +531,10 @@ class Engine(Folding, Durability, FileOptions):
                     return offset
         return tail
 
-    def verify(self) -> list[tuple[int, str]]:
+    def verify(self, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
         """Check all that is kept, and name what was set aside before; in order, each once."""
         found = dict(self.execute(lambda session: session.tx.damage()))
-        found.update(self.log.verify())
+        found.update(self.log.verify(seen))
         return sorted(found.items())
 
     # -- upkeep ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from typing import Final
 
 from . import _clock, _delivery, _files
@@ -35,13 +36,16 @@ from ._session import Session
 from .errors import StorageError
 from .wal import HEAD, LAST, TAIL, Log
 
+#: Told now and then how many bytes are done, and of how many.
+Seen = Callable[[int, int], None]
+
 _SMALLEST_BLANK: Final = PART_BYTES + ENVELOPE_BYTES + 1
 
 
 # -- backup --------------------------------------------------------------------------------------
 
 
-def backup(engine: Engine, path: str) -> None:
+def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
     """Copy the log as it is at this moment to a new file, which appears whole."""
     if os.path.lexists(path):
         raise StorageError(f"{path} exists already; nothing was written; choose another name")
@@ -55,7 +59,7 @@ def backup(engine: Engine, path: str) -> None:
     segments, tail = engine.execute(pin)
     try:
         try:
-            _files.create_whole(path, lambda fd: _write_copy(engine.log, fd, segments, tail))
+            _files.create_whole(path, lambda fd: _write_copy(engine.log, fd, segments, tail, seen))
         except FileExistsError:
             raise StorageError(
                 f"{path} came to be meanwhile; it was left alone; choose another name"
@@ -64,7 +68,9 @@ def backup(engine: Engine, path: str) -> None:
         engine.execute(lambda session: session.page.pin(engine.slot, None))
 
 
-def _write_copy(log: Log, fd: int, segments: list[int], tail: int) -> None:
+def _write_copy(
+    log: Log, fd: int, segments: list[int], tail: int, seen: Seen | None = None
+) -> None:
     store_id = secrets.token_bytes(16)
     old = log.header
     header = FileHeader(old.segment_bytes, store_id, 1, 1, _clock.wall_us())
@@ -85,6 +91,8 @@ def _write_copy(log: Log, fd: int, segments: list[int], tail: int) -> None:
         data[:SLOT_BYTES] = packed
         data[size - SLOT_BYTES :] = packed
         _files.write_at(fd, [data], at)
+        if seen is not None:
+            seen((place + 1) * size, len(segments) * size)
     _files.zero_fill(fd, HEADER_BYTES + len(segments) * size, size)
     # Last, so that what is half written is not taken for a queue.
     _files.write_at(fd, [bytes(block)], 0)
@@ -93,9 +101,9 @@ def _write_copy(log: Log, fd: int, segments: list[int], tail: int) -> None:
 # -- repair --------------------------------------------------------------------------------------
 
 
-def repair(engine: Engine) -> list[tuple[int, str]]:
+def repair(engine: Engine, seen: Seen | None = None) -> list[tuple[int, str]]:
     """Set aside what cannot be read, so that `verify` is quiet; (offset, reason) of each place."""
-    found = engine.verify()
+    found = engine.verify(seen)
     if not found:
         return []
     engine.heal(engine.log.head_offset, engine.page.words[TAIL])

@@ -508,7 +508,7 @@ def _accept(log: Segments, tail: int) -> int:
     return tail
 
 
-def verify(log: Segments) -> list[tuple[int, str]]:
+def verify(log: Segments, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
     """See `Log.verify`."""
     found: list[tuple[int, str]] = []
     words = log.state.words
@@ -528,12 +528,15 @@ def verify(log: Segments) -> list[tuple[int, str]]:
             if (header is None or header.segment != segment) and segment >= words[HEAD]:
                 found.append((segment << log.bits, f"the {name} slot header is damaged"))
     start = head << log.bits
+    told = 0
     while True:
         try:
-            for _ in walk(
+            for frame in walk(
                 log, start, tail, on_damage=lambda offset, reason: found.append((offset, reason))
             ):
-                pass
+                if seen is not None and frame[0] >= told:
+                    seen(frame[0] - (head << log.bits), tail - (head << log.bits))
+                    told = frame[0] + log.segment_bytes
         except LookupError:  # freed while we looked: go on with what is kept
             start = max(start + 1, words[HEAD] << log.bits)
             continue

@@ -8,19 +8,24 @@ log after it was given back. Nothing here is promised to users under these names
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from . import _clock, _delivery, _records
-from ._message import Content
+from . import _clock, _delivery, _mend, _records
+from ._message import Content, to_datetime
 from ._records import NEVER
 from .errors import CorruptError
+from .wal import TAIL
 
 if TYPE_CHECKING:
     from ._session import Session
     from ._store import Store
     from .dlq import DeadLetter
     from .queue import Queue
+
+#: Called with completed= and total=, in bytes.
+Update = Callable[..., None]
 
 _DIFFERENCES: Final = 100
 
@@ -30,6 +35,23 @@ def topics(store: Store) -> list[str]:
 
     def look(session: Session) -> list[str]:
         return sorted(topic.name for topic in session.tx.topics() if topic.puts)
+
+    return store._run(look)
+
+
+def pauses(store: Store) -> dict[tuple[str, str], tuple[float, str]]:
+    """(seconds left, reason) of each topic and group that is paused."""
+
+    def look(session: Session) -> dict[tuple[str, str], tuple[float, str]]:
+        names = {topic.tid: topic.name for topic in session.tx.topics()}
+        return {
+            (names.get(group.tid, f"#{group.tid}"), group.name or f"#{group.gid}"): (
+                (group.paused_until_us - session.now_us) / 1e6,
+                group.pause_reason,
+            )
+            for group in session.tx.groups(None)
+            if group.paused_until_us > session.now_us
+        }
 
     return store._run(look)
 
@@ -183,6 +205,82 @@ def before(store: Store, n: int, until: int, topic: str | None = None) -> int:
             break
         wanted *= 4
     return log.head_offset
+
+
+# -- what takes long -------------------------------------------------------------------------------
+
+
+def verify(store: Store, update: Update) -> list[tuple[int, str]]:
+    """`Store.verify`, telling how far it is."""
+    return store._engine.verify(_telling(update))
+
+
+def backup(store: Store, path: str, update: Update) -> None:
+    """`Store.backup`, telling how far it is."""
+    _mend.backup(store._writable(), path, _telling(update))
+
+
+def replay(queue: Queue, update: Update, **chosen: Any) -> int:
+    """`Queue.replay`, telling how far it is."""
+    return queue._replay(
+        _telling(update), chosen.get("offset"), chosen.get("since"), chosen.get("ids")
+    )
+
+
+class Gone(NamedTuple):
+    """A place that can't be read, and what `repair` takes away with it."""
+
+    offset: int
+    reason: str
+    size_bytes: int
+    """0 where nothing of a message stands: a header, of which there is another copy."""
+    after: datetime | None
+    before: datetime | None
+    """It was written between these times: those of what can be read around it."""
+
+
+def repair(store: Store, update: Update) -> list[Gone]:
+    """`Store.repair`, telling how far it is, and what was where it found something."""
+    engine = store._writable()
+    log = engine.log
+    places = {}
+    for start, end, _ in _mend.unreadable(log, log.head_offset, end_of_log(store)):
+        places[start] = end - start
+    around = _times_around(store, sorted(places))
+    return [
+        Gone(offset, reason, places.get(offset, 0), *around.get(offset, (None, None)))
+        for offset, reason in _mend.repair(engine, _telling(update))
+    ]
+
+
+def _times_around(
+    store: Store, places: list[int]
+) -> dict[int, tuple[datetime | None, datetime | None]]:
+    """For each of these offsets the times of the good frame before it and of the next one."""
+    log = store._engine.log
+    found: dict[int, tuple[datetime | None, datetime | None]] = {}
+    if not places:
+        return found
+    before: datetime | None = None
+    waiting = list(places)
+    for frame in log.frames(log.head_offset, end_of_log(store), on_damage=lambda *_: None):
+        now = to_datetime(frame[2])
+        while waiting and waiting[0] < frame[0]:
+            found[waiting.pop(0)] = (before, now)
+        if not waiting:
+            break
+        before = now
+    found.update((offset, (before, None)) for offset in waiting)
+    return found
+
+
+def end_of_log(store: Store) -> int:
+    """The offset behind the last thing that was written."""
+    return int(store._engine.log.state.words[TAIL])
+
+
+def _telling(update: Update) -> Callable[[int, int], None]:
+    return lambda done, total: update(completed=done, total=total)
 
 
 # -- is the copy one? ------------------------------------------------------------------------------

@@ -325,14 +325,10 @@ def write_letters(
         raise ValueError(f"format must be 'jsonl' or 'csv', not {format!r}; nothing was written")
     target = os.fspath(path)
     temporary = f"{target}.part"
-    done = 0
     try:
         # A lone surrogate, which pickle can bring, has an escape in JSON and none in UTF-8.
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            write = _csv_writer(file) if format == "csv" else _jsonl_writer(file)
-            for letter in letters:
-                write(letter.to_dict())
-                done += 1
+            done = stream_letters(letters, file, format)
             file.flush()
             os.fsync(file.fileno())
         _files.replace(temporary, os.path.abspath(target))
@@ -340,6 +336,16 @@ def write_letters(
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    return done
+
+
+def stream_letters(letters: Iterable[DeadLetter], file: IO[str], format: str) -> int:
+    """Write letters to an open text file; how many."""
+    write = _csv_writer(file) if format == "csv" else _jsonl_writer(file)
+    done = 0
+    for letter in letters:
+        write(letter.to_dict())
+        done += 1
     return done
 
 

@@ -782,6 +782,15 @@ class Queue:
 
         Raises `OffsetTrimmedError`, which carries the first offset still kept.
         """
+        return self._replay(None, offset, since, ids)
+
+    def _replay(
+        self,
+        seen: Callable[[int, int], None] | None,
+        offset: int | str | None,
+        since: datetime | None,
+        ids: Iterable[str] | None,
+    ) -> int:
         given = [
             name
             for name, v in (("offset", offset), ("since", since), ("ids", ids))
@@ -807,7 +816,7 @@ class Queue:
         since_us = 0
         if since is not None:
             since_us = engine.now_us() - _ago(since)
-        return self._replay_from(engine, start, since_us)
+        return self._replay_from(engine, start, since_us, seen)
 
     def _replay_ids(self, ids: list[str]) -> int:
         def choose(session: Session) -> int:
@@ -828,7 +837,13 @@ class Queue:
 
         return self._run(choose)
 
-    def _replay_from(self, engine: Engine, start: int, since_us: int) -> int:
+    def _replay_from(
+        self,
+        engine: Engine,
+        start: int,
+        since_us: int,
+        seen: Callable[[int, int], None] | None,
+    ) -> int:
         tid = engine.execute(lambda session: _delivery.topic_of(session, self.topic)[0])
         done = 0
         batch: list[_queries.Candidate] = []
@@ -843,6 +858,8 @@ class Queue:
             if len(batch) >= _REPLAY_BATCH:
                 done += engine.execute(_queries.replay, self._address, batch, self._policy)
                 batch = []
+                if seen is not None:
+                    seen(frame[0] - start, end - start)
         if batch:
             done += engine.execute(_queries.replay, self._address, batch, self._policy)
         return done

@@ -26,7 +26,7 @@ It knows nothing of queues, nor of what is in a record.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 from zlib import crc32
 
@@ -499,9 +499,12 @@ class Log(Reading):
             self.discard()
             raise
 
-    def verify(self) -> list[tuple[int, str]]:
-        """Check everything that is kept and change nothing: (offset, reason) of each bad spot."""
-        return verify(self)
+    def verify(self, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
+        """Check everything that is kept and change nothing: (offset, reason) of each bad spot.
+
+        `seen` is told now and then how many bytes were read, and of how many.
+        """
+        return verify(self, seen)
 
 
 class _Layout:

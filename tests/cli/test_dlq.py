@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -45,6 +46,8 @@ def test_letters_are_chosen_by_reason_and_age(file: Path, letters: Any, js: Any,
 
 def test_letters_elsewhere_are_not_overlooked(file: Path, letters: Any, ctl: Any) -> None:
     """Who looks in the wrong topic is told where there are letters."""
+    with weclaw.Queue(file, "empty") as q:
+        q.put(1)
     _, out, _ = ctl("dlq", "list", file, "--topic", "empty")
     assert "1 letter in topic 'mails', group 'senders'" in out
     assert "3 letters in topic 'default', group 'default'" in out
@@ -61,7 +64,12 @@ def test_a_dry_run_shows_and_changes_nothing(file: Path, letters: Any, js: Any, 
     status, out, _ = ctl("dlq", "redrive", file, "--reason", "timeout", "--dry-run")
     assert status == 0
     assert out.splitlines() == [*letters["timeout"], "2 dead letters would be redriven"]
-    assert js("dlq", "redrive", file, "-n", 1, "--dry-run") == {"redriven": 1, "dry_run": True}
+    assert js("dlq", "redrive", file, "-n", 1, "--dry-run") == {
+        "redriven": 0,
+        "dry_run": True,
+        "letters": 1,
+        "ids": letters["timeout"][:1],
+    }
     assert js("stats", file)["dead"] == 3
 
 
@@ -72,6 +80,78 @@ def test_those_that_pass_are_redriven(file: Path, letters: Any, js: Any, ctl: An
     assert ctl("dlq", "redrive", file, "--all", "--reason", "x")[0] == 2
     assert js("dlq", "redrive", file, "--all") == {"redriven": 1}
     assert js("dlq", "redrive", file, "--topic", "mails", "--group", "senders")["redriven"] == 1
+
+
+@pytest.mark.parametrize("words", [(), ("--all",), ("--reason", "timeout")], ids=str)
+def test_redrive_shows_and_asks_on_a_terminal(
+    words: tuple[str, ...], file: Path, letters: Any, js: Any
+) -> None:
+    """No is the default; nobody is asked for those that are named, nor with --yes."""
+    number = 2 if "timeout" in words else 3
+    with Terminal("dlq", "redrive", file, *words) as screen:
+        screen.wait_for(rf"{letters['timeout'][0]}  TimeoutError: no answer")
+        screen.wait_for(rf"Redrive {number} dead letters\? \[y/N\]")
+        screen.type("\n")
+        assert screen.end() == 1
+        assert "nothing was done" in screen.text
+    assert js("stats", file)["dead"] == 3
+    with Terminal("dlq", "redrive", file, *words) as screen:
+        screen.wait_for(r"\[y/N\]")
+        screen.type("y\n")
+        assert screen.end() == 0
+    assert js("stats", file)["dead"] == 3 - number
+    kill_letters(file, "another")
+    with Terminal("dlq", "redrive", file, *words, "--yes") as screen:
+        assert screen.end() == 0
+
+
+def test_redrive_of_a_named_letter_does_not_ask(file: Path, letters: Any, js: Any) -> None:
+    with Terminal("dlq", "redrive", file, letters["policy"][0]) as screen:
+        assert screen.end() == 0
+    assert [one["id"] for one in js("dlq", "list", file)] == letters["timeout"]
+
+
+def test_an_export_replaces_nothing_unasked(
+    file: Path, letters: Any, tmp_path: Path, ctl: Any, js: Any
+) -> None:
+    """An empty file has nothing to lose; the queue itself and a device are never replaced."""
+    out = tmp_path / "letters.jsonl"
+    out.touch()
+    assert js("dlq", "export", file, out)["exported"] == 3
+    before = out.read_bytes()
+    status, _, err = ctl("dlq", "export", file, out, "--reason", "timeout")
+    assert status == 1
+    assert "exists" in err
+    assert "--yes" in err
+    assert out.read_bytes() == before
+    assert js("dlq", "export", file, out, "--reason", "timeout", "--yes")["exported"] == 2
+    with Terminal("dlq", "export", file, out) as screen:
+        screen.wait_for(r"Replace it\? \[y/N\]")
+        screen.type("n\n")
+        assert screen.end() == 1
+    assert len(out.read_text("utf-8").splitlines()) == 2
+
+    queue = file.read_bytes()
+    status, _, err = ctl("dlq", "export", file, file, "--yes")
+    assert (status, "is the queue itself" in err) == (1, True)
+    assert file.read_bytes() == queue
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    status, _, err = ctl("dlq", "export", file, pipe, "--yes")
+    assert (status, "no regular file" in err) == (1, True)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_an_export_to_standard_output(form: str, file: Path, letters: Any, ctl: Any) -> None:
+    status, out, err = ctl("dlq", "export", file, "-", "--format", form)
+    assert (status, err) == (0, "")
+    rows = (
+        list(csv.DictReader(io.StringIO(out)))
+        if form == "csv"
+        else [json.loads(line) for line in out.splitlines()]
+    )
+    assert [row["id"] for row in rows] == letters["timeout"] + letters["policy"]
 
 
 def test_purge_asks_on_a_terminal(file: Path, letters: Any, js: Any) -> None:
@@ -195,12 +275,93 @@ def test_the_command_gets_the_whole_letter(file: Path, tmp_path: Path, ctl: Any)
     assert environment["WECLAW_LETTER_FILE"] == str(file)
 
 
-def test_a_command_that_fails_is_reported_and_not_repeated(file: Path, ctl: Any) -> None:
+def test_a_command_that_fails_is_called_again_until_it_works(
+    file: Path, tmp_path: Path, ctl: Any, js: Any
+) -> None:
+    """By the next --once, over restarts, with the number of the attempt; then never again."""
     (dead,) = kill_letters(file, 1)
-    status, _, err = ctl("dlq", "watch", file, "--exec", "exit 3", "--once")
+    words = ("dlq", "watch", file, "--once", "--exec")
+    for attempt in (1, 2):
+        status, _, err = ctl(*words, "exit 3")
+        assert status == 1
+        assert f"ended with 3 for {dead}, attempt {attempt}" in err
+    log = tmp_path / "calls.log"
+    found = js(*words, f'{note(log)}; test "$WECLAW_LETTER_ATTEMPT" = 3')
+    assert (found["id"], found["attempt"], found["exit_status"]) == (dead, 3, 0)
+    assert ctl(*words, note(log)) == (0, "", "")
+    assert called(log) == [dead]
+
+
+def test_a_watch_calls_again_after_a_pause(file: Path, tmp_path: Path) -> None:
+    """A letter whose command fails holds up no other, and is called for again meanwhile."""
+    log = tmp_path / "calls.log"
+    bad, good = kill_letters(file, 1, 2)
+    works = tmp_path / "works"
+    command = f'{note(log)}; test "$WECLAW_LETTER_ID" != {bad} || test -e "{works}"'
+    child = start(
+        *("dlq", "watch", file, "--exec", command),
+        *("--interval", "0.05", "--retry-after", "0.1"),
+    )
+    until(lambda: called(log).count(bad) >= 3)
+    works.touch()
+    until(lambda: _ended(file, bad))
+    n = called(log).count(bad)
+    third = kill_letters(file, 3)
+    until(lambda: called(log)[-1:] == third)
+    child.terminate()
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 0
+    assert (called(log).count(bad), called(log).count(good)) == (n, 1)
+    assert "attempt 2; it is called again in 0.2 s" in err
+
+
+def _ended(file: Path, id: str) -> bool:
+    """Whether the last line of the memory for this letter is a good end."""
+    with weclaw.Queue(file) as q:
+        offset = q.dlq.get(id).offset
+    lines = Path(f"{file}.watch").read_text("utf-8").splitlines()
+    mine = [json.loads(line) for line in lines if json.loads(line)[2] == offset]
+    return mine[-1][4:] == [0]
+
+
+def test_a_letter_redriven_meanwhile_is_not_called_for_again(
+    file: Path, tmp_path: Path, ctl: Any
+) -> None:
+    kill_letters(file, 1)
+    assert ctl("dlq", "watch", file, "--once", "--exec", "exit 3")[0] == 1
+    assert ctl("dlq", "redrive", file)[0] == 0
+    log = tmp_path / "calls.log"
+    assert ctl("dlq", "watch", file, "--once", "--exec", note(log)) == (0, "", "")
+    assert called(log) == []
+
+
+def test_a_watch_killed_while_the_command_ran_says_so(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """Whether it did its work is not known: it is reported, once, and not called again."""
+    log = tmp_path / "calls.log"
+    (dead,) = kill_letters(file, 1)
+    began = tmp_path / "began"
+    child = start("dlq", "watch", file, "--exec", f"touch {began}; sleep 1; {note(log)}")
+    until(began.exists)
+    child.kill()
+    child.wait(timeout=30)
+    until(lambda: called(log) == [dead])  # the command itself was let end
+    child.communicate(timeout=30)
+    words = ("dlq", "watch", file, "--exec", note(log), "--once")
+    status, _, err = ctl(*words)
+    assert status == 0
+    assert "ended while the command ran" in err
+    assert ctl(*words) == (0, "", "")
+    assert called(log) == [dead]
+
+
+def test_what_is_no_memory_of_a_watch_is_left_alone(file: Path, tmp_path: Path, ctl: Any) -> None:
+    kill_letters(file, 1)
+    other = tmp_path / "notes.txt"
+    other.write_text("my notes\n", encoding="utf-8")
+    status, _, err = ctl("dlq", "watch", file, "--exec", "true", "--once", "--state", other)
     assert status == 1
-    assert f"ended with 3 for {dead}" in err
-    assert ctl("dlq", "watch", file, "--exec", "exit 3", "--once") == (0, "", "")
+    assert "is not the memory of a watch" in err
+    assert other.read_text("utf-8") == "my notes\n"
 
 
 def test_what_was_there_can_be_skipped(file: Path, tmp_path: Path, ctl: Any) -> None:
@@ -235,10 +396,12 @@ def test_a_line_cut_by_a_crash_is_no_call(file: Path, tmp_path: Path, ctl: Any) 
     assert ctl("dlq", "watch", file, "--exec", note(log), "--once")[0] == 0
     memory = Path(f"{file}.watch")
     lines = memory.read_text(encoding="utf-8")
-    memory.write_text(lines[: len(lines) - 3], encoding="utf-8")
+    first, _, third, _ = lines.splitlines()  # the call and its end, of each
+    assert lines.index(third) > len(first)
+    memory.write_text(lines[: lines.index(third) + 9], encoding="utf-8")
     assert ctl("dlq", "watch", file, "--exec", note(log), "--once")[0] == 0
     assert called(log) == [*ids, ids[1]]
-    assert memory.read_text(encoding="utf-8").count("\n") == 2
+    assert memory.read_text(encoding="utf-8").count("\n") == 3  # the first one's end, as whole
 
 
 def test_ctrl_c_lets_the_command_end(file: Path, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -141,10 +144,61 @@ def test_repair_makes_verify_quiet(file: Path, js: Any, ctl: Any) -> None:
     (fault,) = js("verify", file, status=1)
     found = js("repair", file)
     assert [one["offset"] for one in found] == [fault["offset"]]
+    assert 300 < found[0]["size_bytes"] < 400
+    assert found[0]["after"] <= found[0]["before"]
     assert js("verify", file) == []
     assert js("repair", file) == []
     assert "nothing to repair" in ctl("repair", file)[1]
     assert [one["body"][0] for one in js("peek", file)] == ["a", "c"]
+
+
+def test_repair_says_what_is_gone(file: Path, ctl: Any) -> None:
+    """How much, and when it was written."""
+    with weclaw.Queue(file) as q:
+        for text in ("a", "b", "c"):
+            q.put(text * 300)
+    damage(file, b"b" * 300)
+    status, out, _ = ctl("repair", file)
+    assert status == 0
+    assert re.search(r"\d+ +34\d +\d{4}-\d\d-\d\d [\d:]+ and [\d:]+ +the checksum is wrong", out)
+    assert re.search(r"1 place set aside: the messages in 34\d bytes are gone; all others", out)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("verb", ["verify", "repair", "backup", "replay"])
+def test_what_takes_long_tells_how_far_it_is(
+    verb: str, file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bytes, from little to all, for the bar to show as a percentage."""
+    from weclaw_embedded.cli import _common
+
+    seen: list[tuple[str, int, int]] = []
+
+    @contextlib.contextmanager
+    def bar(label: str, total: int | None, **_: Any) -> Iterator[Any]:
+        def update(*, completed: int | None = None, total: int | None = None) -> None:
+            assert completed is not None
+            assert total is not None
+            seen.append((label, completed, total))
+
+        yield update
+
+    monkeypatch.setattr(_common, "progress_bar", bar)
+    with weclaw.Queue(file, segment_bytes=65536) as q:
+        for n in range(100):
+            q.put(f"{n:05}" * 2000)
+        with q.transaction() as tx:
+            for msg in q.get_many(100):
+                tx.ack(msg)
+    damage(file, b"00050" * 2000)
+    monkeypatch.setattr("weclaw_embedded.queue._REPLAY_BATCH", 10)
+    words = {"backup": [file.parent / "out.wq"], "replay": ["--offset", "earliest"]}
+    assert ctl(verb, file, *words.get(verb, []))[0] == (verb == "verify")
+    mine = [(done, total) for label, done, total in seen if label == verb]
+    assert len(mine) > 5
+    assert all(0 <= done <= total for done, total in mine)
+    assert mine[0][0] / mine[0][1] < 0.3
+    assert max(done / total for done, total in mine) > 0.8
 
 
 def test_repair_asks_on_a_terminal(file: Path, js: Any) -> None:
@@ -219,4 +273,4 @@ def test_a_group_is_left_behind(file: Path, js: Any, ctl: Any) -> None:
         assert [(one.group, one.ready) for one in store.groups()] == [("new", 2)]
     status, _, err = ctl(*words, "--yes")
     assert status == 1
-    assert "there is no topic" in err
+    assert "there is no group 'old' in topic 'mails'" in err

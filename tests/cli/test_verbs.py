@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def test_a_line_that_is_no_json_is_named_and_what_was_before_it_is_put(
     assert status == 1
     assert "line 2 is not JSON" in err
     assert "1 message before it" in err
+    assert len(err.splitlines()) == 1
     with weclaw.Queue(file) as q:
         assert q.qsize() == 1
 
@@ -69,9 +71,47 @@ def test_put_takes_bodies_from_the_command_line(file: Path, js: Any, ctl: Any) -
     with weclaw.Queue(file) as q:
         assert q.get(timeout=5).id == found["id"]
     assert ctl("put", file, "plain text", "--priority", 5)[0] == 0
+    assert ctl("put", file, "17", "--text", "--priority", 9)[0] == 0
+    with weclaw.Queue(file) as q:
+        assert [q.get(timeout=5).body for _ in range(2)] == ["17", "plain text"]
     status, _, err = ctl("put", file, '{"a": ')
     assert status == 1
     assert "looks like JSON" in err
+
+
+def test_the_name_of_a_file_is_hardly_a_message(
+    file: Path, tmp_path: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who forgot `<` or --input is told; --text is for those who mean it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("in.csv", "in.jsonl"):
+        (tmp_path / name).write_text('{"a": 1}\n', encoding="utf-8")
+        status, _, err = ctl("put", file, name)
+        assert status == 2
+        assert f"--input {name}" in err
+        assert not file.exists()
+    assert ctl("put", file, "none.csv")[0] == 0
+    assert ctl("put", file, "in.csv", "--text")[0] == 0
+    with weclaw.Queue(file) as q:
+        assert [one.body for one in q.peek(3)] == ["none.csv", "in.csv"]
+
+
+def test_the_line_that_is_refused_is_named(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """One message that can't be put stops at its line; what was before it is put."""
+    source = tmp_path / "tasks.jsonl"
+    source.write_text(f'{{"a": 1}}\n{{"a": 2}}\n{{"a": {2**70}}}\n{{"a": 4}}\n', "utf-8")
+    status, _, err = ctl("put", file, "--input", source)
+    assert status == 1
+    assert err.startswith("weclawctl: line 3: ")
+    assert "2 messages before it put" in err
+    with weclaw.Queue(file) as q:
+        assert [one.body["a"] for one in q.peek(5)] == [1, 2]
+
+
+def test_put_into_a_folder_that_is_not_there(tmp_path: Path, ctl: Any) -> None:
+    status, _, err = ctl("put", tmp_path / "none" / "x.wq", "1")
+    assert status == 1
+    assert "there is no such folder" in err
 
 
 def test_put_takes_key_and_id_from_fields(file: Path, tmp_path: Path, ctl: Any) -> None:
@@ -132,6 +172,9 @@ def test_health_ends_with_1_on_a_breach(file: Path, js: Any, ctl: Any) -> None:
     assert js("health", file, "--max-backlog", 2, status=1)["ok"] is False
     assert js("health", file, "--max-backlog", 3, "--max-age", 600)["ok"] is True
     assert js("health", file, "--max-dead", 0, status=1)["ok"] is False
+    status, out, _ = ctl("health", file, "--max-lag", 1000)
+    assert status == 1
+    assert "BAD replica_lag: there is no replica (limit 1000)" in out.splitlines()
     status, out, _ = ctl("health", file, "--max-dead", 0)
     assert status == 1
     assert "BAD dead default/default: 1 (limit 0)" in out.splitlines()
@@ -201,7 +244,8 @@ def test_dead_letters_are_listed_shown_and_redriven(file: Path, js: Any, ctl: An
     assert first in out
     assert max(map(len, out.splitlines())) <= 80
 
-    assert js("dlq", "redrive", file, "--dry-run")["redriven"] == 2
+    found = js("dlq", "redrive", file, "--dry-run")
+    assert found == {"redriven": 0, "dry_run": True, "letters": 2, "ids": [first, second]}
     assert js("dlq", "redrive", file, first) == {"redriven": 1}
     assert js("dlq", "redrive", file) == {"redriven": 1}
     assert js("stats", file)["ready"] == 2
@@ -236,14 +280,35 @@ def test_letters_are_exported(file: Path, tmp_path: Path, js: Any) -> None:
 # pause, resume, cancel, purge, verify
 
 
-def test_pause_and_resume(file: Path, ctl: Any) -> None:
+def test_pause_and_resume(file: Path, ctl: Any, js: Any) -> None:
     with weclaw.Queue(file) as q:
         q.put(1)
+        assert ctl("resume", file)[1] == "it was not paused\n"
+        assert q._store.groups() == []  # nobody has read it yet, and asking is no reading
         assert ctl("pause", file, 60, "--reason", "upkeep")[0] == 0
         with pytest.raises(weclaw.Empty):
             q.get(block=False)
-        assert ctl("resume", file)[0] == 0
+        assert js("resume", file)["was_paused"] is True
         q.get(timeout=5).ack()
+
+
+def test_a_pause_is_seen_by_whoever_looks(file: Path, ctl: Any, js: Any) -> None:
+    """With how long and why; it is no breach, since it may be meant."""
+    with weclaw.Queue(file) as q:
+        q.put(1)
+    assert ctl("pause", file, 600, "--reason", "upkeep")[0] == 0
+    status, out, _ = ctl("health", file, "--max-backlog", 5)
+    assert status == 0
+    assert re.search(
+        r"^!!  flow default/default: paused for 10 m more: upkeep$", out, re.MULTILINE
+    ), out
+    found = js("health", file)
+    (flow,) = [one for one in found["checks"] if one["check"] == "flow"]
+    assert (found["ok"], flow["ok"], flow["warning"]) == (True, True, True)
+    assert "is paused for 10 m more: upkeep" in ctl("stats", file)[1]
+    (group,) = js("stats", file)["groups"]
+    assert (group["paused"], group["pause_reason"]) == (True, "upkeep")
+    assert 590 < group["pause_left_s"] <= 600
 
 
 def test_cancel(file: Path, js: Any) -> None:
@@ -251,6 +316,22 @@ def test_cancel(file: Path, js: Any) -> None:
         one = q.put(1)
     assert js("cancel", file, one) == {"id": one, "cancelled": True}
     assert js("cancel", file, one, status=1)["cancelled"] is False
+
+
+def test_what_is_not_cancelled_is_told_why(file: Path, ctl: Any) -> None:
+    """Who has it, or in which topic it is, or that there is none."""
+    with weclaw.open(file) as store:
+        mail = store.queue("mails").put("a mail")
+        q = store.queue(group="readers")
+        one = q.put(1)
+        q.get(timeout=5).ack()
+    status, out, err = ctl("cancel", file, one)
+    assert (status, out) == (1, "")
+    assert "it is done in group 'readers'" in err
+    assert "it is in topic 'mails', not in 'default'" in ctl("cancel", file, mail)[2]
+    assert "there is no such message in topic 'default'" in ctl("cancel", file, "nobody")[2]
+    assert "there is no topic 'mials'" in ctl("cancel", file, mail, "--topic", "mials")[2]
+    assert ctl("cancel", file, mail, "--topic", "mails")[0] == 0
 
 
 def test_purge_asks(file: Path, js: Any, ctl: Any) -> None:
@@ -313,8 +394,16 @@ def test_a_handler_may_be_async_may_settle_itself_and_may_fail(
 def test_a_handler_that_is_not_there_is_wrong_usage(file: Path, ctl: Any, handlers: Any) -> None:
     with weclaw.Queue(file) as q:
         q.put(1)
-    for spec in ("nothing", "no_such_module_here:handle", handlers("x = 1\n"), "json:__name__"):
-        assert ctl("work", file, spec, "--drain")[0] == 2
+    ends = handlers("import sys\nsys.exit('at import')\n")
+    for spec in (
+        *("nothing", "no_such_module_here:handle", "json:__name__"),
+        *(handlers("x = 1\n"), handlers("1 / 0\n"), handlers("import nothing_here\n"), ends),
+    ):
+        status, out, err = ctl("work", file, spec, "--drain")
+        assert (status, out) == (2, "")
+        assert len(err.splitlines()) == 1, err
+    assert "no_such_module_here.py:handle" in ctl("work", file, "no_such_module_here:handle")[2]
+    assert "ZeroDivisionError" in ctl("work", file, handlers("1 / 0\n"))[2]
 
 
 @pytest.mark.crash
@@ -365,10 +454,61 @@ def test_errors_are_one_line_and_debug_shows_the_traceback(tmp_path: Path, ctl: 
     assert "Traceback" in ctl("stats", foreign, "--debug")[2]
 
 
-def test_wrong_usage_ends_with_2(ctl: Any) -> None:
-    assert ctl("no-such-verb")[0] == 2
-    assert ctl("stats")[0] == 2
-    assert ctl("put", "x.wq", "--priority", "10", "1")[0] == 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("no-such-verb",), "no verb 'no-such-verb'"),
+        (("stat", "x.wq"), "there is 'stats'"),
+        (("stats",), "missing argument 'FILE'"),
+        (("stats", "x.wq", "--nonsense"), "no such option"),
+        (("put", "x.wq", "--priority", "10", "1"), "--priority"),
+        (("pause", "x.wq", "soon"), "48h"),
+        (("pause", "x.wq", "0"), "more than 0"),
+        (("dlq", "lst", "x.wq"), "lst"),
+        (("replay", "x.wq"), "--since"),
+        (("work", "x.wq", "os:getcwd", "--concurrency", "0"), "--concurrency"),
+        (("dlq", "redrive", "x.wq", "ID", "--readonly"), "--dry-run"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_is_one_line_and_ends_with_2(
+    words: tuple[str, ...], said: str, ctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong, and where it is said how it goes."""
+    monkeypatch.chdir(tmp_path)
+    status, out, err = ctl(*words)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("weclawctl")
+    assert said in err
+    assert "--help' says how" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_variable_that_makes_no_sense_is_wrong_usage(
+    file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with weclaw.Queue(file) as q:
+        q.put(1)
+    monkeypatch.setenv("WECLAW_RETENTION", "soon")
+    status, _, err = ctl("stats", file)
+    assert status == 2
+    assert "WECLAW_RETENTION" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_file_without_a_byte_is_no_healthy_queue(file: Path, ctl: Any, js: Any) -> None:
+    """Something cut it to nothing, or nobody has put yet: not green, and left as it is."""
+    file.touch()
+    for verb in ("verify", "stats", "peek", "pause"):
+        status, _, err = ctl(verb, file, *(["60"] if verb == "pause" else []))
+        assert status == 1
+        assert "is empty: there is no queue in it" in err
+    assert js("health", file, status=1)["ok"] is False
+    assert file.stat().st_size == 0
+    assert list(file.parent.iterdir()) == [file]
+    assert ctl("put", file, "1")[0] == 0
+    assert ctl("verify", file)[0] == 0
 
 
 def test_every_verb_has_help_that_fits_80_columns(ctl: Any) -> None:

@@ -11,13 +11,19 @@ Exit status: 0 fine; 1 the answer is bad, or what was asked for was not done; 2 
 from __future__ import annotations
 
 import io
+import signal
 import sys
+from typing import Any
 
 __all__ = ["main"]
 
 
-def main() -> None:
-    """Run `weclawctl` with the arguments of the process, and end the process."""
+def main(interrupt: Any = None) -> None:
+    """Run `weclawctl` with the arguments of the process, and end the process.
+
+    `interrupt` is the handler of Ctrl-C from the moment on when all is imported; None: the one
+    there is.
+    """
     try:
         import click  # noqa: F401  is it installed?
         import rich  # noqa: F401
@@ -27,13 +33,21 @@ def main() -> None:
             "pip install 'weclaw-embedded[cli]'\n"
         )
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     try:
         from weclaw_embedded.cli._app import run
-    except KeyboardInterrupt:  # Ctrl-C before we have begun
-        sys.exit(130)
 
-    # A terminal that can't show a sign gets its code, not an error in the middle of a table.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    sys.exit(run(sys.argv[1:]))
+        # A terminal that can't show a sign gets its code, not an error in the middle of a table.
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        if interrupt is not None:
+            signal.signal(signal.SIGINT, interrupt)
+        status = run(sys.argv[1:])
+        # What is left is the end of the interpreter: nothing that Ctrl-C could harm.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except KeyboardInterrupt:  # before or after the command itself
+        sys.exit(130)
+    sys.exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import sys
@@ -31,7 +32,22 @@ from weclaw_embedded.errors import WeclawError
 __all__ = ["app", "run"]
 
 
+class _Verbs(click.Group):
+    """The verbs; of one that is misspelt it says which may be meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self.commands, 1)
+            hint = f"; there is {near[0]!r}" if near else ""
+            raise click.UsageError(f"there is no verb {name!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
 @click.group(
+    cls=_Verbs,
     name="weclawctl",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
@@ -65,6 +81,19 @@ class _Lines(logging.Handler):
         say(f"weclawctl: {text}")
 
 
+def _usage(error: click.UsageError) -> str:
+    """What is wrong with a command line, and where it says how it goes, in one line."""
+    path = error.ctx.command_path if error.ctx is not None else "weclawctl"
+    text = plain(" ".join(error.format_message().split())).rstrip(".?")
+    return f"{path}: {text[:1].lower()}{text[1:]}; '{path} --help' says how"
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return plain(f"{error.filename}: {error.strerror}")
+    return plain(" ".join(str(error).split()) or type(error).__name__)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status and raises nothing."""
     own = list(arguments)
@@ -78,6 +107,14 @@ def run(arguments: Sequence[str]) -> int:
         status = app.main(args=own, prog_name="weclawctl", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
+    except click.UsageError as error:
+        if debug:
+            traceback.print_exc()
+        if type(error).__name__ == "NoArgsIsHelpError":  # which older versions do not have
+            error.show()
+        else:
+            click.echo(_usage(error), err=True)
+        return error.exit_code
     except click.ClickException as error:
         if debug:
             traceback.print_exc()
@@ -94,8 +131,8 @@ def run(arguments: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         else:
-            text = " ".join(str(error).split()) or type(error).__name__
-            click.echo(f"weclawctl: {text}", err=True)
-        return 1
+            click.echo(f"weclawctl: {_in_one_line(error)}", err=True)
+        # A plain ValueError is the library's word for a bad argument, or variable.
+        return 2 if type(error) is ValueError else 1
     finally:
         logger.removeHandler(lines)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -29,10 +33,12 @@ from weclaw_embedded._jsonable import dumps, jsonable
 
 __all__ = [
     "DURATION",
+    "POSITIVE",
     "Failure",
     "Place",
     "age",
     "ask",
+    "asks",
     "console",
     "count",
     "excerpt",
@@ -41,7 +47,10 @@ __all__ = [
     "group_option",
     "json_option",
     "jsonable",
+    "look_there",
     "looking",
+    "missing",
+    "must_be_there",
     "must_exist",
     "opened",
     "places",
@@ -54,6 +63,7 @@ __all__ = [
     "say",
     "short",
     "size",
+    "told",
     "topic_option",
     "when",
     "yes_option",
@@ -81,17 +91,25 @@ def fail(message: str) -> NoReturn:
 class _Duration(click.ParamType):  # type: ignore[type-arg]  # generic in some versions
     name = "duration"
 
+    def __init__(self, *, positive: bool = False) -> None:
+        self._positive = positive
+
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         if isinstance(value, (int, float)):
             return float(value)
         try:
-            return _options.parse_seconds(value)
+            seconds = _options.parse_seconds(value)
         except ValueError as error:
             self.fail(f"{value!r} {error}", param, ctx)
+        if self._positive and not seconds:
+            self.fail("it must be more than 0 seconds", param, ctx)
+        return seconds
 
 
 #: Seconds, or 30s, 10m, 48h, 7d.
 DURATION = _Duration()
+#: The same, and more than none.
+POSITIVE = _Duration(positive=True)
 
 
 def _complete_place(index: int) -> Callable[..., list[str]]:
@@ -136,27 +154,44 @@ yes_option: Callable[[Command], Command] = click.option(
 )
 
 
+def asks() -> bool:
+    """Whether there is somebody who sees a question and can answer it."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 def ask(question: str, *, yes: bool) -> None:
     """Go on only with --yes or a yes from the terminal."""
     if yes:
         return
-    if not sys.stdin.isatty():
+    if not asks():
         raise Failure(f"{question} Nothing was done; add --yes to do it without being asked")
     if not click.confirm(question, err=True):
         raise Failure("nothing was done")
 
 
 def must_exist(file: str) -> None:
-    """Only put makes a file: a name misspelled elsewhere is an error, not an empty queue."""
+    """Only put makes a file: a name misspelled elsewhere is an error, not an empty queue; and
+    what has been cut to nothing is not a queue in good health.
+    """
     if not os.path.lexists(file):
         fail(f"{plain(file)}: there is no such file; 'weclawctl put' makes one")
+    with contextlib.suppress(OSError):  # opening it says more
+        found = os.stat(file)
+        if stat.S_ISREG(found.st_mode) and not found.st_size:
+            fail(
+                f"{plain(file)} is empty: there is no queue in it; 'weclawctl put' makes one, and "
+                "if there was one, it is lost: restore a backup or the replica"
+            )
 
 
 @contextlib.contextmanager
 def opened(file: str, *, readonly: bool = False, create: bool = False) -> Iterator[weclaw.Store]:
     """The store of an existing file (any file with `create`), closed at the end."""
+    folder = os.path.dirname(file)
     if not create:
         must_exist(file)
+    elif folder and not os.path.isdir(folder):
+        fail(f"{plain(folder)}: there is no such folder; nothing was put; make it first")
     with weclaw.open(file, readonly=readonly) as store:
         yield store
 
@@ -184,19 +219,90 @@ class Place(NamedTuple):
     topic: str
     group: str
     paused: bool
+    pause_left_s: float | None = None
+    pause_reason: str | None = None
+
+    @property
+    def pause(self) -> str:
+        """As in `paused for 29 m more: provider is down`."""
+        why = f": {self.pause_reason}" if self.pause_reason else ""
+        return f"paused for {age(self.pause_left_s)} more{why}"
 
 
 def places(store: weclaw.Store, topic: str | None, group: str | None) -> list[Place]:
     """Every topic and group there is, or those chosen; a topic nobody has read yet is seen by the
     group it waits for.
     """
-    found = [Place(one.topic, one.group, one.paused) for one in store.groups()]
+    pauses = _survey.pauses(store)
+    found = [
+        Place(one.topic, one.group, True, *pauses[one[:2]])
+        if one[:2] in pauses
+        else Place(one.topic, one.group, False)
+        for one in store.groups()
+    ]
     read = {one.topic for one in found}
     found += [
         Place(name, group or "default", False) for name in _survey.topics(store) if name not in read
     ]
     chosen = [one for one in found if topic in (None, one.topic) and group in (None, one.group)]
     return sorted(chosen) or [Place(topic or "default", group or "default", False)]
+
+
+def told(option: str) -> bool:
+    """Whether the caller gave this option, rather than leaving it at its default."""
+    source = click.get_current_context().get_parameter_source(option)
+    return source is not None and source is not ParameterSource.DEFAULT
+
+
+def missing(store: weclaw.Store, topic: str | None, group: str | None) -> str | None:
+    """What is wrong with these names, in one line that says which there are; None if nothing is.
+
+    None stands for any. A topic that nobody has read yet waits for its first group, whatever that
+    is called.
+    """
+    found = store.groups()
+    topics = sorted({*_survey.topics(store), *(one.topic for one in found)})
+    if topic is not None and topic not in topics:
+        if not topics and not told("topic"):
+            return None  # a new file: nothing was put yet, so no name can be wrong
+        return plain(f"there is no topic {topic!r} in this file; {_listed('topic', topics)}")
+    groups = sorted({one.group for one in found if topic in (None, one.topic)})
+    if group is None or group in groups:
+        return None
+    if not groups:
+        return None
+    where = "this file" if topic is None else f"topic {topic!r}"
+    return plain(f"there is no group {group!r} in {where}; {_listed('group', groups)}")
+
+
+def _listed(noun: str, names: Sequence[str]) -> str:
+    if not names:
+        return f"it has no {noun}s yet"
+    shown = ", ".join(repr(name) for name in names[:10])
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"the {noun}s there are: {shown}{more}"
+
+
+def must_be_there(store: weclaw.Store, topic: str | None, group: str | None) -> None:
+    """Go on only if there is such a topic and group: a misspelt one looks empty and healthy."""
+    wrong = missing(store, topic, group)
+    if wrong is not None:
+        fail(f"{wrong}; nothing was changed")
+
+
+def look_there(
+    store: weclaw.Store, topic: str | None, group: str | None, *, may_begin: bool = False
+) -> None:
+    """The same for looking: a name that was typed must be there; of a default that is not, and with
+    `may_begin` of a group that has not begun (it is shown what it would get), a line tells.
+    """
+    wrong = missing(store, topic, group)
+    if wrong is None:
+        return
+    of_topic = missing(store, topic, None) is not None
+    if told("topic") if of_topic else told("group") and not may_begin:
+        fail(wrong)
+    say(f"weclawctl: {wrong}")
 
 
 def queue_of(store: weclaw.Store, topic: str, group: str, **options: Any) -> weclaw.Queue:
@@ -331,15 +437,22 @@ _bars: list[Progress] = []
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, total: int | None, *, pulse: bool = False) -> Iterator[Any]:
+def progress_bar(
+    label: str, total: int | None, *, pulse: bool = False, percent: bool = False
+) -> Iterator[Any]:
     """Yield update(completed=…, total=…, label=…); shown on a terminal and nowhere else.
 
-    With `pulse` there is nothing to count: it only shows that work goes on.
+    With `percent` the numbers are bytes, which nobody wants to read; with `pulse` there is nothing
+    to count: it only shows that work goes on.
     """
     if not sys.stderr.isatty():
         yield lambda **_: None
         return
-    counted = () if pulse else (MofNCompleteColumn(), TimeRemainingColumn())
+    counted: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeRemainingColumn())
+    if pulse:
+        counted = ()
+    elif percent:
+        counted = (TaskProgressColumn(), TimeRemainingColumn())
     with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
@@ -347,7 +460,7 @@ def progress_bar(label: str, total: int | None, *, pulse: bool = False) -> Itera
         TimeElapsedColumn(),
         console=console(err=True),
         expand=False,
-        transient=pulse,
+        transient=pulse or percent,
     ) as progress:
         _bars.append(progress)
         task = progress.add_task(label, total=total)

@@ -35,7 +35,7 @@ class Row(NamedTuple):
     times_floor: float
 
 
-@click.command()
+@click.command(short_help="Measure put and get on the disk where FILE lies.")
 @click.argument("file", required=False, type=click.Path(dir_okay=False), metavar="[FILE]")
 @click.option(
     "-n", "--messages", type=click.IntRange(100, 1_000_000), default=2000, show_default=True

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+import weclaw_embedded as weclaw
+from weclaw_embedded import _survey
 from weclaw_embedded._options import parse_seconds
 from weclaw_embedded.cli import _common as common
 
@@ -17,29 +19,47 @@ __all__ = ["COMMANDS"]
 
 @click.command()
 @common.file_argument
-@click.argument("seconds", type=common.DURATION)
+@click.argument("seconds", type=common.POSITIVE)
 @click.option("--reason", help="Why; kept with the pause.")
 @common.topic_option
 @common.group_option
-def pause(file: str, seconds: float, reason: str | None, topic: str, group: str) -> None:
+@common.json_option
+def pause(
+    file: str, seconds: float, reason: str | None, topic: str, group: str, as_json: bool
+) -> None:
     """Deliver nothing from FILE for SECONDS (or 10m, 2h). Every process sees it."""
     with common.opened(file) as store:
+        common.must_be_there(store, topic, group)
         common.queue_of(store, topic, group).pause(seconds, reason)
-    click.echo(f"paused for {common.age(seconds)}; 'weclawctl resume' ends it sooner")
+    if as_json:
+        found = {"topic": topic, "group": group, "paused": True, "seconds": seconds}
+        common.print_json({**found, "reason": reason})
+    else:
+        click.echo(f"paused for {common.age(seconds)}; 'weclawctl resume' ends it sooner")
 
 
 @click.command()
 @common.file_argument
 @common.topic_option
 @common.group_option
-def resume(file: str, topic: str, group: str) -> None:
+@common.json_option
+def resume(file: str, topic: str, group: str, as_json: bool) -> None:
     """End a pause of FILE."""
     with common.opened(file) as store:
-        common.queue_of(store, topic, group).resume()
-    click.echo("resumed")
+        common.must_be_there(store, topic, group)
+        was_paused = any(
+            one.paused for one in store.groups() if (one.topic, one.group) == (topic, group)
+        )
+        if was_paused:  # else nothing is written: a group does not begin with being resumed
+            common.queue_of(store, topic, group).resume()
+    if as_json:
+        found = {"topic": topic, "group": group, "paused": False, "was_paused": was_paused}
+        common.print_json(found)
+    else:
+        click.echo("resumed" if was_paused else "it was not paused")
 
 
-@click.command()
+@click.command(short_help="Take one message out, if nobody has begun it.")
 @common.file_argument
 @click.argument("id")
 @common.topic_option
@@ -47,19 +67,37 @@ def resume(file: str, topic: str, group: str) -> None:
 def cancel(file: str, id: str, topic: str, as_json: bool) -> int:
     """Take message ID out of FILE, for every group, if none has begun or settled it."""
     with common.opened(file) as store:
-        queue = store.queue(topic)
-        done = queue.cancel(id)
-        status = "unknown" if done else queue.status(id)
+        why = common.missing(store, topic, None)
+        done = why is None and store.queue(topic).cancel(id)
+        if not done and why is None:
+            why = _why_not(store, topic, id)
     if as_json:
         common.print_json({"id": id, "cancelled": done})
     elif done:
         click.echo(f"{common.plain(id)} cancelled")
-    else:
-        click.echo(f"{common.plain(id)} was not cancelled: it is {status} in group 'default'")
-    return 0 if done else 1
+    if why is not None:
+        common.fail(f"{common.plain(id)} was not cancelled: {common.plain(why)}")
+    return 0
 
 
-@click.command()
+def _why_not(store: weclaw.Store, topic: str, id: str) -> str:
+    """Who has it, or where it is instead."""
+    for place in common.places(store, topic, None):
+        status = common.queue_of(store, topic, place.group).status(id)
+        if status not in ("ready", "delayed", "unknown"):
+            return f"it is {status} in group {place.group!r}"
+    elsewhere = [
+        place.topic
+        for place in common.places(store, None, None)
+        if place.topic != topic
+        and common.queue_of(store, place.topic, place.group).status(id) != "unknown"
+    ]
+    if elsewhere:
+        return f"it is in topic {elsewhere[0]!r}, not in {topic!r}; give --topic"
+    return f"there is no such message in topic {topic!r}"
+
+
+@click.command(short_help="Let settled messages flow again.")
 @common.file_argument
 @click.option("--offset", help="All from this offset on; 'earliest': all that are kept.")
 @click.option(
@@ -90,8 +128,11 @@ def replay(
         chosen = {"offset": _offset(offset)}
     elif since is not None:
         chosen = {"since": _moment(since)}
-    with common.opened(file) as store, common.progress_bar("replay", None, pulse=True):
-        number = common.queue_of(store, topic, group).replay(**chosen)
+    with common.opened(file) as store:
+        common.must_be_there(store, topic, group)
+        queue = common.queue_of(store, topic, group)
+        with common.progress_bar("replay", None, percent=True) as update:
+            number = _survey.replay(queue, update, **chosen)
     if as_json:
         common.print_json({"replayed": number})
     else:
@@ -124,7 +165,7 @@ def _moment(text: str) -> datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
 
 
-@click.command()
+@click.command(short_help="Take everything ready and delayed away, for good.")
 @common.file_argument
 @click.option(
     "--drop-group",
@@ -142,6 +183,7 @@ def purge(file: str, drop_group: bool, yes: bool, topic: str, group: str, as_jso
     """
     where = f"topic {topic!r}, group {group!r}"
     with common.opened(file) as store:
+        common.must_be_there(store, topic, group)
         queue = common.queue_of(store, topic, group)
         stats = queue.stats()
         number = stats.ready + stats.delayed
@@ -152,7 +194,7 @@ def purge(file: str, drop_group: bool, yes: bool, topic: str, group: str, as_jso
                 yes=yes,
             )
             if not store.drop_group(group, topic=topic):
-                common.fail(common.plain(f"there is no {where}; nothing was done"))
+                common.fail(common.plain(f"there is no {where} yet; nothing was done"))
         elif number:
             question = f"Take {common.count(number, 'message')} of {where} away for good?"
             common.ask(common.plain(question), yes=yes)

@@ -15,7 +15,7 @@ from weclaw_embedded.cli import _common as common
 __all__ = ["COMMANDS"]
 
 
-@click.command()
+@click.command(short_help="Receive a copy of another queue (for machines).")
 @common.file_argument
 def replica(file: str) -> int:
     """Receive a copy of another queue file into FILE: the stream comes on standard input.
@@ -28,7 +28,7 @@ def replica(file: str) -> int:
     return copies.receive(file, sys.stdin.buffer, sys.stdout.buffer)
 
 
-@click.command()
+@click.command(short_help="Make a copy the queue that counts.")
 @common.file_argument
 @common.yes_option
 @common.json_option

@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
@@ -14,11 +17,14 @@ import click
 import weclaw_embedded as weclaw
 from weclaw_embedded.cli import _common as common
 from weclaw_embedded.cli.watch import watch
-from weclaw_embedded.dlq import write_letters
+from weclaw_embedded.dlq import stream_letters, write_letters
 
 __all__ = ["COMMANDS"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+# Letters shown before it is asked whether they are meant: a screenful.
+_SHOWN = 15
 
 
 def _filters(command: Command) -> Command:
@@ -54,7 +60,7 @@ class _Choice:
         return not self.ids and not self.filters
 
     def of(self, dead: weclaw.DeadLetterQueue) -> Iterator[weclaw.DeadLetter]:
-        return filter(self._passes, self._named(dead) if self.ids else dead)
+        return filter(self.passes, self._named(dead) if self.ids else dead)
 
     def chosen(self, dead: weclaw.DeadLetterQueue, limit: int | None = None) -> list[str]:
         return [letter.id for letter in itertools.islice(self.of(dead), limit)]
@@ -66,7 +72,7 @@ class _Choice:
             except KeyError:
                 pass  # counted by the caller, who knows how many were named
 
-    def _passes(self, letter: weclaw.DeadLetter) -> bool:
+    def passes(self, letter: weclaw.DeadLetter) -> bool:
         return (
             (self._reason is None or self._reason in (letter.reason or "").casefold())
             and (self._before is None or letter.died_at <= self._before)
@@ -103,6 +109,7 @@ def list_(
     """List the dead letters of FILE, in the order of their puts."""
     choice = _Choice((), reason, older_than, newer_than)
     with common.looking(file, readonly=readonly) as store:
+        common.look_there(store, topic, group)
         dead = common.queue_of(store, topic, group).dlq
         reasons = collections.Counter(one.reason for one in choice.of(dead)) if by_reason else {}
         letters = list(itertools.islice(choice.of(dead), 0 if by_reason else limit + 1))
@@ -166,6 +173,7 @@ def list_(
 def show(file: str, id: str, topic: str, group: str, as_json: bool, readonly: bool) -> None:
     """Show one dead letter of FILE whole, with its failures."""
     with common.looking(file, readonly=readonly) as store:
+        common.look_there(store, topic, group)
         try:
             letter = common.queue_of(store, topic, group).dlq.get(id)
         except KeyError:
@@ -196,52 +204,91 @@ def show(file: str, id: str, topic: str, group: str, as_json: bool, readonly: bo
         )
 
 
-@dlq.command()
+@dlq.command(short_help="Put dead letters back into the queue.")
 @common.file_argument
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="At most so many.")
-@click.option("--all", "everything", is_flag=True, help="All of them; the default.")
+@click.option("--all", "everything", is_flag=True, help="All of them.")
 @click.option("--dry-run", is_flag=True, help="Only show which they would be.")
+@common.yes_option
 @_filters
 @common.topic_option
 @common.group_option
 @common.json_option
+@common.readonly_option
 def redrive(
     file: str,
     ids: tuple[str, ...],
     limit: int | None,
     everything: bool,
     dry_run: bool,
+    yes: bool,
     reason: str | None,
     older_than: float | None,
     newer_than: float | None,
     topic: str,
     group: str,
     as_json: bool,
+    readonly: bool,
 ) -> None:
-    """Put dead letters of FILE back into the queue: those named or chosen, else all."""
+    """Put dead letters of FILE back into the queue: those named or chosen, else all.
+
+    On a terminal, unless they are named by their ids, it shows them and asks first; a program is
+    not asked.
+    """
     choice = _Choice(ids, reason, older_than, newer_than)
     if everything and not choice.everything:
         raise click.UsageError("--all goes with neither ids nor filters")
+    if readonly and not dry_run:
+        raise click.UsageError("--readonly only looks: it goes with --dry-run")
     # A dry run changes nothing, so it may look where nobody may write.
-    opening = common.looking(file, readonly=False) if dry_run else common.opened(file)
+    opening = common.looking(file, readonly=readonly) if dry_run else common.opened(file)
     with opening as store:
+        common.must_be_there(store, topic, group)
         dead = common.queue_of(store, topic, group).dlq
         if dry_run:
-            chosen = choice.chosen(dead, limit)
-            number = len(chosen)
-        elif choice.everything:
-            number = dead.redrive(limit=limit)
-        else:
-            chosen = choice.chosen(dead, limit)
-            number = dead.redrive(chosen) if chosen else 0
-    if dry_run and not as_json:
+            _would_be_redriven(choice, choice.chosen(dead, limit), limit, as_json=as_json)
+            return
+        chosen = None if choice.everything else choice.chosen(dead, limit)
+        if not ids and not yes and common.asks():
+            # What was shown is what is redriven, whatever dies meanwhile.
+            chosen = _ask_about(choice.of(dead), limit)
+        with common.progress_bar("redrive", None, pulse=True):
+            if chosen is None:
+                number = dead.redrive(limit=limit)
+            else:
+                number = dead.redrive(chosen) if chosen else 0
+    _report("redriven", number, choice, limit, as_json=as_json)
+
+
+def _would_be_redriven(
+    choice: _Choice, chosen: list[str], limit: int | None, *, as_json: bool
+) -> None:
+    if as_json:
+        common.print_json({"redriven": 0, "dry_run": True, "letters": len(chosen), "ids": chosen})
+    else:
         for id in chosen:
             click.echo(common.plain(id))
-    _report("redriven", number, choice, limit, dry_run=dry_run, as_json=as_json)
+        click.echo(f"{common.count(len(chosen), 'dead letter')} would be redriven")
+    _must_be_all(len(chosen), choice, limit)
 
 
-@dlq.command()
+def _ask_about(letters: Iterator[weclaw.DeadLetter], limit: int | None) -> list[str]:
+    """Show letters and ask whether they are meant; their ids."""
+    chosen: list[str] = []
+    for letter in itertools.islice(letters, limit):
+        if len(chosen) < _SHOWN:
+            reason = common.excerpt(letter.reason or "-", max(20, 76 - len(letter.id)))
+            common.say(f"{common.plain(letter.id)}  {reason}")
+        chosen.append(letter.id)
+    if len(chosen) > _SHOWN:
+        common.say(f"and {len(chosen) - _SHOWN} more; --dry-run shows all")
+    if chosen:
+        common.ask(f"Redrive {common.count(len(chosen), 'dead letter')}?", yes=False)
+    return chosen
+
+
+@dlq.command(short_help="Take dead letters away, for good.")
 @common.file_argument
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @common.yes_option
@@ -263,6 +310,7 @@ def purge(
     """Take dead letters of FILE away for good: those named or chosen, else all."""
     choice = _Choice(ids, reason, older_than, newer_than)
     with common.opened(file) as store:
+        common.must_be_there(store, topic, group)
         dead = common.queue_of(store, topic, group).dlq
         chosen = None if choice.everything else choice.chosen(dead)
         number = len(dead) if chosen is None else len(chosen)
@@ -270,19 +318,21 @@ def purge(
             where = f"of topic {topic!r}, group {group!r}"
             question = f"Take {common.count(number, 'dead letter')} {where} away for good?"
             common.ask(common.plain(question), yes=yes)
-            number = dead.purge(chosen)
+            with common.progress_bar("purge", None, pulse=True):
+                number = dead.purge(chosen)
     _report("purged", number, choice, None, as_json=as_json)
 
 
-@dlq.command()
+@dlq.command(short_help="Write dead letters to a file, whole.")
 @common.file_argument
-@click.argument("out", type=click.Path(dir_okay=False))
+@click.argument("out", type=click.Path(dir_okay=False, allow_dash=True))
 @click.option(
     "--format",
     "form",
     type=click.Choice(["jsonl", "csv"]),
     help="Default: csv if the name of OUT ends so, else jsonl.",
 )
+@click.option("--yes", is_flag=True, help="Replace OUT if it exists, without asking.")
 @_filters
 @common.topic_option
 @common.group_option
@@ -292,6 +342,7 @@ def export(
     file: str,
     out: str,
     form: str | None,
+    yes: bool,
     reason: str | None,
     older_than: float | None,
     newer_than: float | None,
@@ -300,42 +351,67 @@ def export(
     as_json: bool,
     readonly: bool,
 ) -> None:
-    """Write dead letters of FILE to OUT, whole and with their history: those chosen, else all."""
+    """Write dead letters of FILE to OUT, whole and with their history: those chosen, else all.
+
+    OUT appears whole or not at all. If it has something in it, it is replaced only with --yes, or
+    a yes from the terminal. "-" is standard output.
+    """
     choice = _Choice((), reason, older_than, newer_than)
     if form is None:
         form = "csv" if out.lower().endswith(".csv") else "jsonl"
+    if out == "-" and as_json:
+        raise click.UsageError("with '-' standard output has the letters: leave --json out")
+    _may_write_to(out, file, yes=yes)
     with common.looking(file, readonly=readonly) as store:
+        common.look_there(store, topic, group)
         dead = common.queue_of(store, topic, group).dlq
         with common.progress_bar("export", len(dead)) as update:
-            number = write_letters(_counted(choice.of(dead), update), out, form)
+            letters = filter(choice.passes, _counted(dead, update))
+            if out == "-":
+                number = stream_letters(letters, sys.stdout, form)
+                return
+            number = write_letters(letters, out, form)
     if as_json:
         common.print_json({"exported": number, "path": out})
     else:
         click.echo(f"{common.count(number, 'dead letter')} written to {common.plain(out)}")
 
 
-def _counted(letters: Iterator[weclaw.DeadLetter], update: Any) -> Iterator[weclaw.DeadLetter]:
+def _may_write_to(out: str, file: str, *, yes: bool) -> None:
+    """Replace nothing unasked, and never the queue itself or what is not a file of bytes."""
+    if out == "-" or not os.path.exists(out) or not os.path.exists(file):
+        return
+    if os.path.samefile(out, file):
+        common.fail(f"{common.plain(out)} is the queue itself; nothing was written")
+    found = os.stat(out)
+    if not stat.S_ISREG(found.st_mode):
+        common.fail(f"{common.plain(out)} is no regular file; nothing was written; '-' is a pipe")
+    if found.st_size:
+        common.ask(
+            f"{common.plain(out)} exists, with {common.size(found.st_size)} in it. Replace it?",
+            yes=yes,
+        )
+
+
+def _counted(letters: Iterable[weclaw.DeadLetter], update: Any) -> Iterator[weclaw.DeadLetter]:
+    number = 0
     for number, letter in enumerate(letters, 1):
         yield letter
         if number % 100 == 0:
             update(completed=number)
+    update(completed=number)
 
 
-def _report(
-    done: str,
-    number: int,
-    choice: _Choice,
-    limit: int | None,
-    *,
-    dry_run: bool = False,
-    as_json: bool,
-) -> None:
+def _report(done: str, number: int, choice: _Choice, limit: int | None, *, as_json: bool) -> None:
     if as_json:
-        common.print_json({done: number, "dry_run": True} if dry_run else {done: number})
-    elif dry_run:
-        click.echo(f"{common.count(number, 'dead letter')} would be {done}")
+        common.print_json({done: number})
     else:
         click.echo(f"{common.count(number, 'dead letter')} {done}")
+    _must_be_all(number, choice, limit)
+
+
+def _must_be_all(number: int, choice: _Choice, limit: int | None) -> None:
+    """Of those that were named, all must be letters; else the exit status says so."""
     wanted = len(choice.ids)
     if limit is not None:
         wanted = min(wanted, limit)

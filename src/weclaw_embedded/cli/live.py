@@ -30,7 +30,7 @@ _LOOK_S = 0.2
 # top
 
 
-@click.command()
+@click.command(short_help="Watch FILE at work: counts, rates, oldest, dead.")
 @common.file_argument
 @click.option("--interval", type=common.DURATION, default=2.0, show_default=True)
 @click.option(
@@ -62,6 +62,7 @@ def top(
     if times is None and not on_screen:
         times = 1
     with common.looking(file, readonly=readonly) as store, contextlib.ExitStack() as stack:
+        common.look_there(store, topic, group)
         looks = _looks(store, topic, group, interval)
         if times is not None:
             looks = itertools.islice(looks, times)
@@ -222,6 +223,11 @@ def tail(
         common.looking(file, readonly=readonly) as store,
         contextlib.suppress(KeyboardInterrupt),
     ):
+        wrong = common.missing(store, topic, None)
+        if wrong is not None and no_follow:
+            common.fail(wrong)
+        if wrong is not None:  # it may begin at any moment
+            common.say(f"weclawctl: {wrong}; waiting for it")
         end = _survey.end(store)
         at = _survey.before(store, last, end, topic) if offset is None else _start(offset)
         while True:

@@ -28,20 +28,19 @@ _STILL_S = 60.0
 def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> None:
     """Count what is in FILE: ready, leased, delayed, dead, settled.
 
-    People see every topic and group there is; with --json, the counts of --topic and --group
-    come first, and "groups" has all of them.
+    People see every topic and group there is, or those chosen. With --json, the counts of --topic
+    and --group come first, and "groups" has all there are.
     """
     with common.looking(file, readonly=readonly) as store:
+        common.look_there(store, topic, group, may_begin=True)
         mine = common.queue_of(store, topic, group).stats()
-        groups = [
-            {
-                "topic": one.topic,
-                "group": one.group,
-                **common.queue_of(store, one.topic, one.group).stats()._asdict(),
-                "paused": one.paused,
-            }
-            for one in common.places(store, None, None)
-        ]
+        groups = [_counted(store, one) for one in common.places(store, None, None)]
+        chosen = common.places(
+            store,
+            topic if common.told("topic") else None,
+            group if common.told("group") else None,
+        )
+        shown = [(one, _counted(store, one)) for one in chosen]
     if as_json:
         common.print_json({"topic": topic, "group": group, **mine._asdict(), "groups": groups})
         return
@@ -55,13 +54,13 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
                 *(found[name] for name in fields),
                 common.age(found["oldest_age_s"]),
             )
-            for found in groups
+            for _, found in shown
         ],
     )
-    for found in groups:
-        place = common.plain(f"topic {found['topic']!r}, group {found['group']!r}")
-        if found.get("paused"):
-            click.echo(f"{place} is paused; 'weclawctl resume' ends it")
+    for one, found in shown:
+        place = common.plain(f"topic {one.topic!r}, group {one.group!r}")
+        if one.paused:
+            click.echo(f"{place} is {common.plain(one.pause)}\n'weclawctl resume' ends it")
         elif _stands_still(found):
             click.echo(f"{place} stands still: {found['ready']} ready, none in hand")
     role = replica.node(file).role
@@ -78,6 +77,11 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
             else f", replica {'level' if lag == 0 else f'{common.size(lag)} behind'}"
         )
     )
+
+
+def _counted(store: weclaw.Store, place: common.Place) -> dict[str, Any]:
+    stats = common.queue_of(store, place.topic, place.group).stats()
+    return {**stats._asdict(), **place._asdict()}
 
 
 def _stands_still(found: Mapping[str, Any]) -> bool:
@@ -110,40 +114,48 @@ def health(
 ) -> int:
     """Check FILE and its replica, one line a check. Ends with 1 if any is bad.
 
-    A file that can't be opened, or has damage, is bad; so is what breaks a limit given here, and a
-    file that a promoted copy has taken the place of.
+    A file that can't be opened, or has damage, is bad; so is what breaks a limit given here, a
+    name that is not there, and a file that a promoted copy has taken the place of. What somebody
+    should see but may be meant, such as a pause, is marked with "!!" and ends with 0.
     """
     checks: list[dict[str, Any]] = []
 
-    def check(name: str, value: Any, limit: float | None, *, bad: bool, **where: Any) -> None:
-        checks.append({"check": name, "ok": not bad, "value": value, "limit": limit, **where})
+    def check(
+        name: str, value: Any, limit: float | None, *, bad: bool, warn: bool = False, **where: Any
+    ) -> None:
+        found = {"check": name, "ok": not bad, "warning": warn, "value": value, "limit": limit}
+        checks.append({**found, **where})
 
     try:
         with common.looking(file, readonly=readonly) as store:
+            wrong = common.missing(store, topic, group)
             other = store._run(lambda session: session.options().get("replica"))
             counts = [
                 (place, common.queue_of(store, place.topic, place.group).stats())
-                for place in common.places(store, topic, group)
+                for place in (common.places(store, topic, group) if wrong is None else [])
             ]
+            first = counts[0][1] if counts else common.queue_of(store, "default", "default").stats()
     except (common.Failure, weclaw.WeclawError, OSError) as error:
         text = error.message if isinstance(error, common.Failure) else str(error)
         check("opens", text, None, bad=True)
         counts = []
     else:
-        first = counts[0][1]
         check("opens", "yes", None, bad=False)
+        if wrong is not None:
+            check("named", wrong, None, bad=True)
         me = replica.node(file)
         check("node", f"{me.role}, epoch {me.epoch}", None, bad=me.role == "fenced", node=file)
         if isinstance(other, str):
             role = _role_of(other)
             check("node", role, None, bad=not role.startswith("copy"), node=other)
         check("damaged", first.damaged, 0, bad=first.damaged > 0)
+        # Who gives a limit wants a replica: that there is none is the worst lag of all.
         if first.replica_lag is not None or max_lag is not None:
             lag = first.replica_lag
             late = max_lag is not None and (lag is None or lag > max_lag)
             check("replica_lag", lag, max_lag, bad=late)
     for place, found in counts:
-        where = {"topic": place.topic, "group": place.group}
+        where: dict[str, Any] = {"topic": place.topic, "group": place.group}
         backlog = found.ready + found.delayed
         oldest = found.oldest_age_s
         check("backlog", backlog, max_backlog, bad=_over(backlog, max_backlog), **where)
@@ -151,9 +163,9 @@ def health(
         check("dead", found.dead, max_dead, bad=_over(found.dead, max_dead), **where)
         # Named, but not bad by itself: whether it should move, --max-age says.
         if place.paused:
-            check("flow", "paused", None, bad=False, **where)
+            check("flow", place.pause, None, bad=False, warn=True, **where)
         elif _stands_still(found._asdict()):
-            check("flow", "stands still", None, bad=False, **where)
+            check("flow", "stands still", None, bad=False, warn=True, **where)
 
     ok = all(one["ok"] for one in checks)
     if as_json:
@@ -184,8 +196,10 @@ def _line(found: dict[str, Any]) -> str:
     place = f" {found['topic']}/{found['group']}" if "topic" in found else ""
     if "node" in found:
         place = f" {found['node']}"
+    if name == "replica_lag" and value is None:
+        value = "there is no replica"
     bound = "" if limit is None else f" (limit {limit})"
-    mark = "ok " if found["ok"] else "BAD"
+    mark = "BAD" if not found["ok"] else "!! " if found["warning"] else "ok "
     return common.plain(f"{mark} {name}{place}: {'-' if value is None else value}{bound}")
 
 
@@ -202,6 +216,7 @@ def peek(
 ) -> None:
     """Show what FILE would deliver next. Takes nothing."""
     with common.looking(file, readonly=readonly) as store:
+        common.look_there(store, topic, group, may_begin=True)
         queue = common.queue_of(store, topic, group)
         if leased:
             found = [_in_hand(one, queue) for one in _survey.held(queue, limit)]
@@ -268,7 +283,7 @@ def _with_body(found: dict[str, Any], body: Callable[[], Any]) -> dict[str, Any]
         return {**found, "body": None, "body_error": str(error)}
 
 
-@click.command()
+@click.command(short_help="Show the results of messages.")
 @common.file_argument
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("-n", "--limit", "limit", type=click.IntRange(min=1), default=1000, show_default=True)
@@ -287,10 +302,12 @@ def results(
 ) -> int:
     """Show the results of messages of FILE: those named, else all that are kept, oldest first.
 
-    Ends with 1 unless all that were named are done.
+    Of a message acked without a result there is none to list: name it to see its status. Ends
+    with 1 unless all that were named are done.
     """
     more = False
     with common.looking(file, readonly=readonly) as store:
+        common.look_there(store, topic, group)
         queue = common.queue_of(store, topic, group)
         if ids:
             found = [_result(queue, id) for id in ids]

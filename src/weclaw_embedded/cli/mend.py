@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import click
@@ -35,10 +34,10 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
     """
     with (
         common.looking(file, readonly=readonly) as store,
-        common.progress_bar("verify", None, pulse=True),
+        common.progress_bar("verify", None, percent=True) as update,
     ):
         if against is None:
-            faults = [(found[0], found[1]) for found in store.verify()]
+            faults = _survey.verify(store, update)
             compared = None
         else:
             compared = _compare(store, against)
@@ -83,7 +82,7 @@ def _compare(store: weclaw.Store, against: str) -> _survey.Comparison:
             time.sleep(0.1)
 
 
-@click.command()
+@click.command(short_help="Set aside what can't be read, so that verify is quiet.")
 @common.file_argument
 @common.yes_option
 @common.json_option
@@ -93,22 +92,38 @@ def repair(file: str, yes: bool, as_json: bool) -> None:
     The messages that stood there are gone; all others are kept. Processes may go on working.
     """
     with common.opened(file) as store:
-        with common.progress_bar("verify", None, pulse=True):
-            found = store.verify()
+        with common.progress_bar("verify", None, percent=True) as update:
+            faults = _survey.verify(store, update)
         # What is overwritten could not be read before: only a person is asked.
-        if found and not yes and sys.stdin.isatty() and not as_json:
-            places = common.count(len(found), "place")
+        if faults and not yes and common.asks() and not as_json:
+            places = common.count(len(faults), "place")
             common.ask(f"Overwrite {places} that can't be read, for good?", yes=False)
-        if found:
-            with common.progress_bar("repair", None, pulse=True):
-                found = store.repair()
+        found: list[_survey.Gone] = []
+        if faults:
+            with common.progress_bar("repair", None, percent=True) as update:
+                found = _survey.repair(store, update)
     if as_json:
-        common.print_json([{"offset": offset, "reason": reason} for offset, reason in found])
+        common.print_json([one._asdict() for one in found])
     elif not found:
         click.echo("good: nothing to repair")
     else:
-        common.print_table([("offset", "right"), "reason"], found)
-        click.echo(f"{common.count(len(found), 'place')} set aside; the rest is as it was")
+        common.print_table(
+            [("offset", "right"), ("bytes", "right"), "written between (UTC)", "reason"],
+            [(one.offset, one.size_bytes, _between(one), one.reason) for one in found],
+        )
+        gone = sum(one.size_bytes for one in found)
+        click.echo(
+            f"{common.count(len(found), 'place')} set aside: "
+            + (f"the messages in {common.count(gone, 'byte')} are gone" if gone else "no message")
+            + "; all others are kept"
+        )
+
+
+def _between(place: _survey.Gone) -> str:
+    if place.after is None and place.before is None:
+        return "-"
+    after, before = (common.when(moment) for moment in (place.after, place.before))
+    return f"{after} and {before[11:] if before[:10] == after[:10] else before}"
 
 
 @click.command()
@@ -117,8 +132,11 @@ def repair(file: str, yes: bool, as_json: bool) -> None:
 @common.json_option
 def backup(file: str, out: str, as_json: bool) -> None:
     """Copy FILE to OUT while it is in use. OUT is a queue of its own, as of this moment."""
-    with common.opened(file) as store, common.progress_bar("backup", None, pulse=True):
-        store.backup(out)
+    with (
+        common.opened(file) as store,
+        common.progress_bar("backup", None, percent=True) as update,
+    ):
+        _survey.backup(store, os.path.abspath(out), update)
     bytes_written = os.stat(out).st_size
     if as_json:
         common.print_json({"path": out, "file_bytes": bytes_written})

@@ -17,6 +17,8 @@ from weclaw_embedded.cli import _common as common
 __all__ = ["COMMANDS"]
 
 _CHUNK_BYTES = 1 << 20
+# What files of messages are called.
+_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv")
 
 
 @click.command()
@@ -29,18 +31,20 @@ _CHUNK_BYTES = 1 << 20
     type=click.Choice(["jsonl", "csv"]),
     help="Of the input; default: csv if its name ends so, else jsonl.",
 )
+@click.option("--text", is_flag=True, help="Each BODY is text, as it stands; not JSON, no file.")
 @click.option("--topic", default="default", show_default=True, help="The topic.")
 @click.option("--key-field", help="Take each message's key from this field of its body.")
 @click.option("--id-field", help="Take each message's id from this field of its body.")
 @click.option("--priority", type=click.IntRange(0, 9), default=0, show_default=True)
 @click.option("--delay", type=common.DURATION, default=0.0, help="Due after: 30, 10m, 2h.")
-@click.option("--ttl", type=common.DURATION, help="A dead letter after: 30, 10m, 2h.")
+@click.option("--ttl", type=common.POSITIVE, help="A dead letter after: 30, 10m, 2h.")
 @common.json_option
 def put(
     file: str,
     bodies: tuple[str, ...],
     source: str | None,
     form: str | None,
+    text: bool,
     topic: str,
     key_field: str | None,
     id_field: str | None,
@@ -63,27 +67,30 @@ def put(
         raise click.UsageError("give either bodies or --input, not both")
     if not bodies and source is None and sys.stdin.isatty():
         raise click.UsageError("nothing to put: give a body, --input, or a pipe")
+    if not text:
+        _must_be_no_files(bodies)
 
     total = 0
     fault: str | None = None
     with common.opened(file, create=True) as store:
         queue = store.queue(topic)
         with common.progress_bar("put", None) as update:
-            for batch, fault in _batches(bodies, source, form):
+            for batch, fault in _batches(bodies, source, form, text=text):
                 messages = []
                 for line, body in batch:
                     try:
                         key = _field(body, key_field, "key")
                         own_id = _field(body, id_field, "id")
+                        messages.append(
+                            weclaw.Put(
+                                body, id=own_id, key=key, priority=priority, delay=delay, ttl=ttl
+                            )
+                        )
                     except ValueError as error:
                         fault = f"line {line}: {error}"
                         break
-                    messages.append(
-                        weclaw.Put(
-                            body, id=own_id, key=key, priority=priority, delay=delay, ttl=ttl
-                        )
-                    )
-                ids = queue.put_many(messages) if messages else []
+                ids, refused = _put_all(queue, messages, [line for line, _ in batch])
+                fault = refused or fault
                 total += len(ids)
                 update(completed=total)
                 if as_json:
@@ -94,20 +101,45 @@ def put(
             update(total=total)
     if fault is not None:
         common.fail(
-            f"{fault}; the {common.count(total, 'message')} before it are put; correct it and put "
-            "the rest"
+            f"{fault}; {common.count(total, 'message')} before it put; correct it and put the rest"
         )
     if not as_json:
         click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}")
 
 
+def _put_all(
+    queue: weclaw.Queue, messages: list[weclaw.Put], lines: list[int]
+) -> tuple[list[str], str | None]:
+    """Put them together; if one is refused, those before it. The ids, and what was wrong where."""
+    if not messages:
+        return [], None
+    try:
+        return queue.put_many(messages), None
+    except (weclaw.SerializationError, weclaw.MessageTooLargeError, ValueError) as error:
+        # Refused as a whole, with nothing written: which of them is it?
+        if len(messages) == 1:
+            return [], f"line {lines[0]}: {error}"
+        ids: list[str] = []
+        for line, message in zip(lines, messages, strict=False):
+            put, fault = _put_all(queue, [message], [line])
+            ids += put
+            if fault is not None:
+                return ids, fault
+        return ids, None
+    except weclaw.WeclawError as error:
+        return [], f"lines {lines[0]} to {lines[len(messages) - 1]}: {error}"
+
+
 Batch = tuple[list[tuple[int, Any]], "str | None"]
 
 
-def _batches(bodies: tuple[str, ...], source: str | None, form: str | None) -> Iterator[Batch]:
+def _batches(
+    bodies: tuple[str, ...], source: str | None, form: str | None, *, text: bool
+) -> Iterator[Batch]:
     """Yield ([(line, body)], fault): what is there already is put without waiting for more."""
     if bodies:
-        yield [(i, _from_argument(text)) for i, text in enumerate(bodies, 1)], None
+        read = str if text else _from_argument
+        yield [(i, read(body)) for i, body in enumerate(bodies, 1)], None
         return
     if form is None:
         form = "csv" if source is not None and source.lower().endswith(".csv") else "jsonl"
@@ -117,6 +149,16 @@ def _batches(bodies: tuple[str, ...], source: str | None, form: str | None) -> I
     finally:
         if source is not None:
             os.close(fd)
+
+
+def _must_be_no_files(bodies: tuple[str, ...]) -> None:
+    """The name of a file of messages is hardly meant as a message."""
+    for body in bodies:
+        if body.lower().endswith(_ENDINGS) and os.path.isfile(body):
+            name = common.excerpt(body)
+            raise click.UsageError(
+                f"{name!r} is a file: --input {name} puts what is in it, --text the name itself"
+            )
 
 
 def _from_argument(text: str) -> Any:

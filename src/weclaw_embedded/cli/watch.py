@@ -1,13 +1,16 @@
 """dlq watch: call a command once for each new dead letter.
 
-What was called for is remembered in a file beside the queue, one line a death, written before the
-command is started: whatever happens in between, nobody is called twice for the same letter. A
-letter that was redriven and dies again is a new one.
+What was called for is remembered in a file beside the queue: a line for each death before the
+command is started, and another when it has ended. So nobody is called twice for a letter that was
+dealt with, whatever happens in between; and a command that failed is called again, after a pause
+that doubles, over restarts too. One that ran when the watch was killed may have done its work: it
+is reported and not called again. A letter that was redriven and dies again is a new one.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -26,13 +29,16 @@ __all__ = ["watch"]
 
 # Lines of letters that are gone by now are dropped when there are so many more than letters.
 _SLACK = 1000
+# Between two calls for a letter whose command fails: so long after the first, doubled up to …
+_PAUSE_S = 10.0
+_LONGEST_PAUSE_S = 600.0
 # The longest text a variable of the environment may have is 128 KiB on Linux.
 _LONGEST = 100_000
 
 Death = tuple[str, str, int, int]  # topic, group, offset, time in microseconds
 
 
-@click.command()
+@click.command(short_help="Call a command once for each dead letter.")
 @common.file_argument
 @click.option("--exec", "command", required=True, metavar="CMD", help="Run by the shell.")
 @click.option(
@@ -43,8 +49,16 @@ Death = tuple[str, str, int, int]  # topic, group, offset, time in microseconds
 @click.option("--skip-existing", is_flag=True, help="At the first start, skip what is dead by now.")
 @click.option("--once", is_flag=True, help="Call for what is there and end.")
 @click.option("--interval", type=common.DURATION, default=1.0, show_default=True)
+@click.option(
+    "--retry-after",
+    type=common.DURATION,
+    default=_PAUSE_S,
+    show_default=True,
+    help="Call a command that failed again after so long, then twice as long, up to 10m.",
+)
 @click.option("--topic", help="Only this topic; default: all.")
 @click.option("--group", help="Only this group; default: all.")
+@common.json_option
 @common.readonly_option
 def watch(
     file: str,
@@ -53,15 +67,19 @@ def watch(
     skip_existing: bool,
     once: bool,
     interval: float,
+    retry_after: float,
     topic: str | None,
     group: str | None,
+    as_json: bool,
     readonly: bool,
 ) -> int:
     """Call CMD once for each dead letter of FILE, until SIGTERM or Ctrl-C.
 
     CMD gets the letter as one line of JSON on its standard input, and in its environment
-    WECLAW_LETTER_ID, _REASON, _TOPIC, _GROUP and _FILE. Started again, it goes on where it was.
-    A command that fails is reported and not called again; the letter stays where it is.
+    WECLAW_LETTER_ID, _REASON, _TOPIC, _GROUP, _FILE and _ATTEMPT. Started again, it goes on where
+    it was. A command that fails is reported and called again later, for as long as the letter is
+    there: after --retry-after, at the next start, or by the next --once. With --json, one object a
+    line for each call.
     """
     common.must_exist(file)
     memory = _Memory(state or f"{os.path.realpath(file)}.watch")
@@ -69,6 +87,11 @@ def watch(
     failed = 0
     try:
         with common.looking(file, readonly=readonly) as store:
+            wrong = common.missing(store, topic, group)
+            if wrong is not None and once:
+                common.fail(f"{wrong}; nothing was called")
+            if wrong is not None:  # it may begin at any moment
+                common.say(f"weclawctl: {wrong}; waiting for it")
             known_end = -1
             first = skip_existing and memory.is_new
             while not stop.asked():
@@ -80,14 +103,30 @@ def watch(
                     len(queue.dlq)  # leases that ran out are judged when somebody looks
                 # While nothing is written, nothing has died.
                 end = _survey.end(store)
-                deaths = _deaths(queues) if end != known_end else []
-                for queue, death in deaths:
+                new = end != known_end
+                if new:
+                    deaths = _deaths(queues)
+                if first:
+                    memory.skip([death for _, death in deaths])
+                for queue, death in deaths if new or memory.is_due() else []:
                     if stop.asked():
                         break
-                    if memory.add(death) and not first:
-                        failed += not _call(command, file, queue, death)
+                    if memory.knows(death):
+                        continue
+                    memory.begin(death)
+                    attempt = memory.failures(death) + 1
+                    status, id = _call(command, file, queue, death, attempt, as_json=as_json)
+                    pause_s = min(retry_after * 2 ** min(attempt - 1, 20), _LONGEST_PAUSE_S)
+                    memory.ended(death, attempt if status else 0, pause_s)
+                    if status:
+                        failed += 1
+                        then = "by the next --once" if once else f"in {common.age(pause_s)}"
+                        common.say(
+                            f"weclawctl: the command ended with {status} for {common.plain(id)}, "
+                            f"attempt {attempt}; it is called again {then}"
+                        )
                 else:
-                    if end != known_end:
+                    if new:
                         memory.forget_all_but([death for _, death in deaths])
                     known_end, first = end, False
                 if once:
@@ -109,14 +148,16 @@ def _deaths(queues: list[weclaw.Queue]) -> list[tuple[weclaw.Queue, Death]]:
     return sorted(found, key=lambda pair: pair[1][3])
 
 
-def _call(command: str, file: str, queue: weclaw.Queue, death: Death) -> bool:
-    """Run the command for one letter; whether it ended well, or the letter is gone again."""
+def _call(
+    command: str, file: str, queue: weclaw.Queue, death: Death, attempt: int, *, as_json: bool
+) -> tuple[int, str]:
+    """Run the command for one letter: its exit status (0 if the letter is gone again), its id."""
     topic, group, offset, died_us = death
     letter = _survey.letter_at(queue, offset, died_us)
     if letter is None:
-        return True
+        return 0, ""
     told = {"ID": letter.id, "REASON": letter.reason, "TOPIC": topic, "GROUP": group}
-    told["FILE"] = os.path.abspath(file)
+    told.update(FILE=os.path.abspath(file), ATTEMPT=str(attempt))
     environment = dict(os.environ)
     for name, text in told.items():
         environment[f"WECLAW_LETTER_{name}"] = text.replace("\0", "")[:_LONGEST]
@@ -128,17 +169,19 @@ def _call(command: str, file: str, queue: weclaw.Queue, death: Death) -> bool:
         # Ctrl-C is for us: the command may end what it began.
         start_new_session=True,
     )
-    if done.returncode:
-        click.echo(
-            f"weclawctl: the command ended with {done.returncode} for "
-            f"{common.plain(letter.id)}; it is not called again",
-            err=True,
-        )
-    return done.returncode == 0
+    if as_json:
+        found: dict[str, Any] = {"id": letter.id, "topic": topic, "group": group}
+        found.update(reason=letter.reason, attempt=attempt, exit_status=done.returncode)
+        common.print_json(found, indent=None)
+    return done.returncode, letter.id
 
 
 class _Memory:
-    """The deaths that were called for, over restarts. One watcher has it at a time."""
+    """The deaths that were called for, over restarts. One watcher has it at a time.
+
+    A line is a list: topic, group, offset, time of death when a call begins; the same and how often
+    in a row it has failed when it has ended, 0 for a good end. The last line of a death counts.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -146,9 +189,29 @@ class _Memory:
         self._file.seek(0)
         *lines, cut = self._file.read().split("\n")
         self.is_new = not lines
-        self._known = set(lines)
+        self._failures: dict[Death, int] = {}
+        begun: Death | None = None
+        try:
+            for line in lines:
+                topic, group, offset, died_us, *ended = json.loads(line)
+                death = (topic, group, offset, died_us)
+                self._failures[death] = ended[0] if ended else 0
+                begun = None if ended else death
+        except (ValueError, TypeError) as error:
+            self._file.close()
+            raise common.Failure(
+                f"{common.plain(path)} is not the memory of a watch; nothing was called; name "
+                "another place with --state"
+            ) from error
+        self._due_s = {death: 0.0 for death, number in self._failures.items() if number}
         if cut:  # by a crash in the middle of writing it: nobody was called for it
             self._rewrite()
+        if begun is not None:
+            common.say(
+                f"weclawctl: the watch before this one ended while the command ran for the letter "
+                f"at offset {begun[2]} of {begun[0]!r}; it is not called again"
+            )
+            self._write([*begun, 0])
 
     def _open(self, path: str) -> TextIO:
         try:
@@ -170,21 +233,51 @@ class _Memory:
             "them another --state"
         )
 
-    def add(self, death: Death) -> bool:
-        """Remember it, on disk when this returns; False if it was known."""
-        line = _line(death)
-        if line in self._known:
+    def knows(self, death: Death) -> bool:
+        """Whether there is nothing to do for it now."""
+        if death not in self._failures:
             return False
-        self._file.write(line + "\n")
+        due_s = self._due_s.get(death)
+        return due_s is None or time.monotonic() < due_s
+
+    def is_due(self) -> bool:
+        """Whether a command that failed is to be called again."""
+        now_s = time.monotonic()
+        return any(now_s >= due_s for due_s in self._due_s.values())
+
+    def failures(self, death: Death) -> int:
+        """How often in a row its command has failed."""
+        return self._failures.get(death, 0)
+
+    def begin(self, death: Death) -> None:
+        """Remember that its command is called, on disk when this returns."""
+        self._write(list(death))
+        self._failures.setdefault(death, 0)
+
+    def skip(self, deaths: list[Death]) -> None:
+        """Remember all these as dealt with."""
+        self._failures.update(dict.fromkeys(deaths, 0))
+        self._write(*([*death, 0] for death in deaths))
+
+    def ended(self, death: Death, failures: int, pause_s: float) -> None:
+        """Remember how it ended; one that failed is due again after the pause."""
+        self._failures[death] = failures
+        self._due_s.pop(death, None)
+        if failures:
+            self._due_s[death] = time.monotonic() + pause_s
+        self._write([*death, failures])
+
+    def _write(self, *lines: list[Any]) -> None:
+        self._file.writelines(f"{dumps(line)}\n" for line in lines)
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._known.add(line)
-        return True
 
     def forget_all_but(self, deaths: list[Death]) -> None:
         """Drop letters that are gone, when they have become many."""
-        if len(self._known) > len(deaths) + _SLACK:
-            self._known.intersection_update(map(_line, deaths))
+        if len(self._failures) > len(deaths) + _SLACK:
+            kept = set(deaths)
+            self._failures = {death: n for death, n in self._failures.items() if death in kept}
+            self._due_s = {death: at for death, at in self._due_s.items() if death in kept}
             self._rewrite()
 
     def _rewrite(self) -> None:
@@ -193,7 +286,7 @@ class _Memory:
         if os.path.exists(temporary):
             os.unlink(temporary)
         file = self._open(temporary)
-        file.writelines(f"{line}\n" for line in sorted(self._known))
+        file.writelines(f"{dumps([*death, n])}\n" for death, n in self._failures.items())
         file.flush()
         os.fsync(file.fileno())
         os.replace(temporary, self._path)
@@ -202,11 +295,6 @@ class _Memory:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _line(death: Death) -> str:
-    topic, group, offset, died_us = death
-    return dumps([topic, group, offset, died_us])
 
 
 class _Stop:

@@ -31,14 +31,14 @@ _LOOK_S = 0.2
 @click.option("--drain", is_flag=True, help="End when nothing is ready, delayed or leased.")
 @click.option(
     "--visibility-timeout",
-    type=common.DURATION,
+    type=common.POSITIVE,
     default=60.0,
     show_default=True,
     help="How long a lease lasts; it is renewed while the handler runs.",
 )
 @click.option(
     "--max-run-time",
-    type=common.DURATION,
+    type=common.POSITIVE,
     help="A handler that runs longer has failed; default: any time.",
 )
 @click.option(
@@ -56,7 +56,7 @@ _LOOK_S = 0.2
     help="After so many failures in a row the queue is paused (0: never) …",
 )
 @click.option(
-    "--pause-for", type=common.DURATION, default=15.0, show_default=True, help="… for so long."
+    "--pause-for", type=common.POSITIVE, default=15.0, show_default=True, help="… for so long."
 )
 @click.option("--consumer", help="A name for this worker, shown in failures.")
 @common.topic_option
@@ -87,6 +87,9 @@ def work(
     common.must_exist(file)
     started = time.monotonic()
     with weclaw.open(file, consumer=consumer) as store:
+        wrong = common.missing(store, topic, group)
+        if wrong is not None:  # a consumer may be there first, and a group begins with it
+            common.say(f"weclawctl: {wrong}; this worker begins it")
         queue = common.queue_of(store, topic, group, visibility_timeout=visibility_timeout)
         worker = weclaw.Worker(
             queue,
@@ -169,10 +172,17 @@ def _load(spec: str) -> Handler:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # the module is the user's code
+    except ModuleNotFoundError as error:
+        if error.name == module_name.partition(".")[0]:
+            raise click.UsageError(
+                f"there is no module {module_name!r} here or on the path of Python; give a file as "
+                f"{module_name}.py:{name}"
+            ) from error
+        raise click.UsageError(f"{spec}: {error}") from error
+    except (Exception, SystemExit) as error:  # the module is the user's code
         raise click.UsageError(f"{spec}: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise click.UsageError(f"{spec} is not callable")
+        raise click.UsageError(f"{spec} is not callable but {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 
