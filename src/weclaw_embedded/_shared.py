@@ -60,6 +60,11 @@ REPLICA_WAIT_HIGH = 43  # the highest offset that an owner waits for to be on th
 VOIDS = 44  # how many puts were taken back
 FENCED_BY = 45  # the epoch of the copy that was promoted over this file
 WORDS_BYTES: Final = 4096
+# What must outlive a page that is being made anew by one who dies over it: a magic, store id, boot
+# id, and the words of `replica_words`.
+_KEPT_AT: Final = 2048
+_KEPT: Final = struct.Struct("<8s16s16s4Q")
+_KEPT_MAGIC: Final = b"wqkept\0\1"
 
 # Bits of REPLICATION.
 WANTED, SYNC_WANTED, IS_FENCED, IS_COPY = 1, 2, 4, 8
@@ -99,8 +104,9 @@ class SharedPage(LogState):
         self._owners_at = WORDS_BYTES // 8
 
     @staticmethod
-    def create(path: str, like_fd: int) -> SharedPage:
-        """Make the page anew, empty; the caller has the file for itself.
+    def create(path: str, like_fd: int, kept: bytes = b"") -> SharedPage:
+        """Make the page anew, empty but for what is to be `kept`; the caller has the file for
+        itself.
 
         An old one is overwritten where it is, so that a full disk can be opened; nobody has it
         mapped any more.
@@ -109,7 +115,11 @@ class SharedPage(LogState):
         try:
             size = max(_files.size(fd), _SLOTS_AT + 8 * SLOTS_STEP)
             size = _SLOTS_AT + (size - _SLOTS_AT) // 8 * 8
-            _files.zero_fill(fd, 0, size)
+            # It is there before the old words go.
+            _files.write_at(fd, [kept.ljust(_KEPT.size, b"\0")], _KEPT_AT)
+            _files.zero_fill(fd, 0, _KEPT_AT)
+            after = _KEPT_AT + _KEPT.size
+            _files.zero_fill(fd, after, size - after)
             _files.truncate(fd, size)
             _files.match_owner_and_mode(path, like_fd)
         finally:
@@ -209,6 +219,29 @@ class SharedPage(LogState):
         words = self.words
         promised = words[REPLICA_HIGH] if words[REPLICATION] & SYNC_WANTED else 0
         return [words[REPLICATED], words[REPLICA_AT], promised, words[FIRST_REPLICA]]
+
+    @staticmethod
+    def pack_kept(store_id: bytes, boot_id: bytes, known: list[int]) -> bytes:
+        """What `create` is to keep of `replica_words`."""
+        return _KEPT.pack(_KEPT_MAGIC, store_id, boot_id, *known) if any(known) else b""
+
+    @staticmethod
+    def read_kept(path: str, store_id: bytes, boot_id: bytes) -> list[int]:
+        """What a page that was never finished has kept of `replica_words`; nothing if none of this
+        file and boot is there.
+        """
+        try:
+            fd = _files.open_ro(path)
+        except OSError:
+            return []
+        try:
+            data = _files.read_at(fd, _KEPT.size, _KEPT_AT)
+        finally:
+            _files.close(fd)
+        if len(data) < _KEPT.size:
+            return []
+        magic, store, boot, *known = _KEPT.unpack(data)
+        return known if (magic, store, boot) == (_KEPT_MAGIC, store_id, boot_id) else []
 
     def keep_replica_words(self, known: list[int]) -> None:
         """Take over what `replica_words` gave, as far as the log goes."""
