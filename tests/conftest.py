@@ -92,6 +92,20 @@ def open_queue(path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def copy(tmp_path: Path) -> Iterator[Path]:
+    """Where a replica's copy is to be; a receiver that is left over fails the test."""
+    from tests.replica_tools import receivers
+
+    place = tmp_path / "elsewhere" / "copy.wq"
+    place.parent.mkdir()
+    yield place
+    left = receivers(place)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "a receiver was left behind"
+
+
+@pytest.fixture
 def open_store(path: Path) -> Iterator[Callable[..., Any]]:
     """`weclaw.open(path, …)`; what the test leaves open is closed after it."""
     import weclaw_embedded as weclaw

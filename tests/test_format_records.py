@@ -197,14 +197,16 @@ def test_the_document_describes_the_stream_of_a_replica() -> None:
         "ACK": _stream._OFFSET,
         "REFUSED": _stream._REFUSED,
         "END": _stream._END,
+        "READ": _stream._READ,
     }
     told = table(text, "type", "name")
-    assert [int(row[0]) for row in told] == [*range(1, 8), *range(16, 20)]
+    assert [int(row[0]) for row in told] == [*range(1, 10), *range(16, 20)]
     for number, name, fields, _ in told:
         assert getattr(_stream, name) == int(number)
         if name in forms:
             assert re.match(r"`?(\w+)", fields)[1] == forms[name].format.lstrip("<"), name  # type: ignore[index]
-    assert f"{_stream.MAX_MESSAGE:,}".replace(",", " ") in text
+    for limit in (_stream.MAX_MESSAGE, _stream.MAX_DATA):
+        assert f"{limit:,}".replace(",", " ") in text
     for said, name in ((_stream.Hello, "HELLO"), (_stream.State, "STATE")):
         (fields,) = (row[2] for row in told if row[1] == name)
         for field in said._fields:

@@ -44,6 +44,7 @@ LAYERS = [
     ["_settling", "_taking"],
     ["_putting"],
     ["_queries", "_reclaim", "_mend", "_order"],
+    ["_healing"],
     ["_restore"],
     ["_message"],
     ["dlq", "_survey"],
@@ -63,7 +64,7 @@ LAYERS = [
 EXCEPTIONS = {
     ("_engine", "_reclaim"): "upkeep runs by itself on the engine's timer",
     ("_engine", "_replicated"): "turns in a file with a replica are of another kind",
-    ("_engine", "_restore"): "what is damaged is healed where it is noticed",
+    ("_engine", "_healing"): "what is damaged is healed where it is noticed",
     ("queue", "_store"): "Queue(path) opens the store it belongs to",
 }
 
@@ -100,11 +101,15 @@ DOORS = {
     "_feeder": {
         "os.open": "what the receiver says on standard error is kept",
         "os.close": "the same",
-        "open": "and read when it has died; the replica's address, noted beside the file",
+        "open": "the replica's address, noted beside the file",
         "os.replace": "the replica's address",
         "os.read": "pipes to the receiver",
         "os.write": "pipes to the receiver",
         "os.set_blocking": "pipes to the receiver",
+        "os.memfd_create": "what a receiver says that is only asked something",
+        "os.pread": "and reading it again",
+        "os.killpg": "the receiver, and what it has started itself",
+        "os.waitid": "the receiver",
     },
     "_receiver": {
         "os.read": "standard streams",

@@ -9,8 +9,8 @@ Invariants:
 * What is written follows exactly what is there; nothing below the end is ever changed.
 * A copy that is made (anew) is a temporary file beside its place until all the primary had is in
   it and synced. Only then does it take the place, so an older copy stays whole until then.
-* Whoever has a `Copy` holds the RECEIVER lock of its file; those who have the file open as a queue
-  hold it shared.
+* Whoever has a `Copy` to write holds the RECEIVER lock of its file; those who have the file open as
+  a queue hold it shared.
 
 It must not know where the bytes come from.
 """
@@ -41,9 +41,9 @@ from ._format import (
     unpack_slot,
 )
 from ._opening import RECEIVER, read_header
-from ._recovery import recover_copy
+from ._recovery import look_at_copy, recover_copy
 from ._stream import MAX_DATA, Hello, State, StreamError
-from .errors import LockedError, StorageError
+from .errors import CorruptError, LockedError, StorageError
 from .wal import ANNOUNCED, COMMIT, HEAD, LAST, TAIL, Log, LogState
 
 _NO_STORE: Final = bytes(16)
@@ -75,11 +75,19 @@ def write_role(fd: int, header: FileHeader, role: int, epoch: int = 0) -> None:
 class Copy:
     """See the module. Not thread-safe."""
 
-    def __init__(self, path: str, fd: int, header: FileHeader, temporary: str | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        fd: int,
+        header: FileHeader,
+        temporary: str | None,
+        *,
+        readonly: bool = False,
+    ) -> None:
         self.path = path
         self.fd = fd
         self.header = header
-        self.log = Log(fd, header, LogState())
+        self.log = Log(fd, header, LogState(), readonly=readonly)
         self.temporary = temporary  # the name it has until it takes its place
         self.empty = temporary is not None  # no segment yet
         self.old: Copy | None = None  # what it will take the place of
@@ -102,6 +110,27 @@ class Copy:
             copy = cls(path, fd, header, None)
             lock_copy(fd, path, patience_s)
             recover_copy(copy.log)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _files.close(fd)
+            raise
+        return copy
+
+    @classmethod
+    def look(cls, path: str) -> Copy | None:
+        """The copy at `path`, only to be read, whoever may be writing it; nothing is locked or
+        changed. None if there is none, or a file of no bytes.
+        """
+        try:
+            fd = _files.open_ro(path)
+        except FileNotFoundError:
+            return None
+        try:
+            if not _files.size(fd):
+                _files.close(fd)
+                return None
+            copy = cls(path, fd, read_header(fd, path), None, readonly=True)
+            copy.look_again()
         except BaseException:
             with contextlib.suppress(OSError):
                 _files.close(fd)
@@ -141,6 +170,10 @@ class Copy:
         if self.old is not None:
             self.old.close()
 
+    def look_again(self) -> None:
+        """Find where it ends, without changing anything."""
+        look_at_copy(self.log)
+
     # -- what it has -----------------------------------------------------------------------------
 
     @property
@@ -151,7 +184,7 @@ class Copy:
     def state(self) -> State:
         """What the primary must know to go on, or to refuse."""
         header = self.header
-        last, end, crc = self._last_frame()
+        last, end, crc = self.last_frame()
         return State(
             header.store_id,
             header.segment_bytes,
@@ -165,7 +198,7 @@ class Copy:
             crc,
         )
 
-    def _last_frame(self) -> tuple[int, int, int]:
+    def last_frame(self) -> tuple[int, int, int]:
         """(offset, end, checksum) of the last frame; zeros when there is none."""
         log = self.log
         tail = self.tail
@@ -194,6 +227,26 @@ class Copy:
         """Some of the log's bytes from `offset` on, of one segment, as they are."""
         shift, _ = self.log.place(offset >> self.log.bits)
         return _files.read_at(self.fd, min(MAX_DATA, end - offset), offset + shift)
+
+    def read_slot(self, segment: int) -> bytes:
+        """The packed header of a segment; nothing if it has none."""
+        log = self.log
+        try:
+            log.place(segment)
+            slot = log.read_slot(log.slot_of(segment))
+        except (LookupError, CorruptError):
+            return b""
+        return b"" if slot is None else pack_slot(slot, self.header.store_id)
+
+    def read_kept(self, offset: int, n: int) -> bytes:
+        """At most `n` of the log's bytes from `offset` on, as far as the copy has them in this
+        segment.
+        """
+        try:
+            end = min(offset + n, self.tail, self.log.limit(offset >> self.log.bits))
+            return self.read(offset, end) if end > offset else b""
+        except (LookupError, CorruptError):
+            return b""
 
     # -- writing ---------------------------------------------------------------------------------
 

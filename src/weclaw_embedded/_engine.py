@@ -91,6 +91,8 @@ DEATH_CHECK_S: Final = 0.4
 UPKEEP_S: Final = 0.1
 # How often, in the last segment there is room for, it is tried to free another.
 _SPARE_TRIES: Final = 32
+# How long a replica that could not be asked to heal something is left alone.
+HEAL_PAUSE_S: Final = 30.0
 _LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
 
 
@@ -164,6 +166,7 @@ class Engine(Folding, Durability, FileOptions):
         self._adopted: list[StoreOptions] = []
         self.replication: Any = None  # this process's part in feeding the replica, if there is one
         self.making = threading.Lock()  # held to make it
+        self._heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
         if opened.role:
             self._take_role(opened)
         if self.recovery is not None:
@@ -461,20 +464,28 @@ class Engine(Folding, Durability, FileOptions):
 
             configure(self)
 
-    def heal(self, start: int, end: int, replica: object = None) -> bool:
+    def heal(self, start: int, end: int, replica: object = None, *, insist: bool = False) -> bool:
         """Put what the replica has in the place of what can't be read between two offsets; True
-        when something can be read again.
+        when something can be read again. Blocks while the replica is asked, and holds no lock then.
+
+        One that can't be asked is not asked again for a while, except if `insist`: then that raises
+        StorageError.
         """
         from ._feeder import normal
-        from ._restore import heal, replica_of
+        from ._healing import UnreachableError, heal, patience_of, replica_of
 
         chosen = self._adopted[-1] if self._adopted else None
         address = normal(replica) or replica_of(self.path, chosen)
-        if address is None:
+        if address is None or (time.monotonic() < self._heal_again_s and not insist):
             return False
-        healed = self.execute(lambda session: heal(session.log, address, start, end))
-        if healed:
-            self.sync_file()
+        try:
+            healed = heal(self, address, start, end, patience_of(self.replica_timeout))
+        except UnreachableError as error:
+            if insist:
+                raise
+            self._heal_again_s = time.monotonic() + HEAL_PAUSE_S
+            logger.warning("%s: damage is not healed: %s", self.path, error)
+            return False
         return bool(healed)
 
     def take_part(self, replication: Any) -> bool:

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,11 @@ ERRORS_NAME: Final = "replica.err"
 RECORD_NAME: Final = "replica"  # where the address is kept beside the file
 _CONNECT_S: Final = 30.0
 _END_PATIENCE_S: Final = 1.0
+_KILL_PATIENCE_S: Final = 2.0
+# A receiver that neither takes nor says anything for this long, though it should, is given up: far
+# longer than a slow disk needs, and longer by what it has to bring to its disk.
+HANGS_S: Final = 60.0
+_SLOWEST_BYTES_S: Final = 1 << 20
 _LOOK_S: Final = 0.1  # how long a wait goes on before it is seen that the store closes
 _SYNC_EVERY: Final = 8 << 20  # bytes sent between two confirmations while catching up
 _PROGRAM: Final = (
@@ -52,6 +58,10 @@ class LinkDownError(Exception):
     """The receiver is gone, or sends what is no answer; another one is to be started."""
 
 
+class NotStartedError(LinkDownError):
+    """The command can't be run at all."""
+
+
 class RefusedError(Exception):
     """The receiver refuses; another one would do the same."""
 
@@ -61,14 +71,14 @@ class RefusedError(Exception):
         self.epoch = epoch
 
 
-def start(address: Address, errors_path: str | None) -> subprocess.Popen[bytes]:
+def start(address: Address, errors: int) -> subprocess.Popen[bytes]:
     """Start the receiver of this address, in a session of its own so that no key or hang-up of
-    our terminal reaches it. It ends with its input.
+    our terminal reaches it. It ends with its input. What it says goes to the descriptor `errors`.
     """
     environment = None
     if isinstance(address, str):
         if not sys.executable:
-            raise LinkDownError("there is no Python interpreter to run a receiver with")
+            raise NotStartedError("there is no Python interpreter to run a receiver with")
         argv = [sys.executable, "-c", _PROGRAM, address]
         # The same library as ours, however it was found.
         places = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
@@ -76,11 +86,6 @@ def start(address: Address, errors_path: str | None) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(places))}
     else:
         argv = list(address)
-    errors = os.open(
-        os.devnull if errors_path is None else errors_path,
-        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
-        0o600,
-    )
     try:
         return subprocess.Popen(
             argv,
@@ -92,17 +97,27 @@ def start(address: Address, errors_path: str | None) -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
     except OSError as error:
-        raise LinkDownError(f"the receiver can't be started: {error}") from None
-    finally:
-        os.close(errors)
+        raise NotStartedError(f"the receiver can't be started: {error}") from None
+
+
+def _open_errors(path: str | None) -> int:
+    """Where a receiver's standard error goes: a file, or memory that goes with the descriptor."""
+    if path is None and sys.platform == "linux":
+        return os.memfd_create("weclaw-replica", os.MFD_CLOEXEC)
+    return os.open(path or os.devnull, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
 
 class Channel:
     """A receiver process and its two streams. Nothing here blocks longer than it is told to."""
 
     def __init__(self, address: Address, errors_path: str | None) -> None:
-        self._errors_path = errors_path
-        self.process = start(address, errors_path)
+        self._errors = _open_errors(errors_path)
+        try:
+            self.process = start(address, self._errors)
+        except BaseException:
+            os.close(self._errors)
+            raise
+        self.moved_s = time.monotonic()  # when it last took or said something
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.in_fd = self.process.stdin.fileno()
@@ -133,6 +148,7 @@ class Channel:
         try:
             while unsent:
                 unsent = unsent[os.write(self.in_fd, unsent) :]
+                self.moved_s = time.monotonic()
         except BlockingIOError:
             self._unsent = unsent
             return
@@ -165,19 +181,18 @@ class Channel:
             raise LinkDownError(f"the receiver can't be read: {error}") from None
         if not data:
             cut = " in the middle of an answer" if self.incoming.is_cut else ""
-            raise LinkDownError(f"the receiver ended{cut}{self._last_words()}")
+            raise LinkDownError(f"the receiver ended{cut}{self.last_words()}")
+        self.moved_s = time.monotonic()
         self.incoming.add(data)
 
-    def _last_words(self) -> str:
-        if self._errors_path is None:
-            return ""
+    def last_words(self) -> str:
         try:
-            with open(self._errors_path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 400))
-                text = file.read().decode("utf-8", "replace").strip()
+            size = os.fstat(self._errors).st_size
+            text = os.pread(self._errors, 400, max(0, size - 400))
         except OSError:
             return ""
-        return f": {text}" if text else ""
+        said = text.decode("utf-8", "replace").strip()
+        return f": {said}" if said else ""
 
     def answer(self, until_s: float, stopping: Callable[[], bool]) -> bytes:
         """Wait for the next message of the receiver. Raises LinkDownError, RefusedError."""
@@ -188,7 +203,7 @@ class Channel:
             if stopping():
                 raise LinkDownError("closing")
             if time.monotonic() >= until_s:
-                raise LinkDownError(f"the receiver did not answer in time{self._last_words()}")
+                raise LinkDownError(f"the receiver did not answer in time{self.last_words()}")
             self.wait(min(_LOOK_S, until_s - time.monotonic()))
 
     def take(self) -> bytes | None:
@@ -202,27 +217,56 @@ class Channel:
         return body
 
     def close(self, patience_s: float = _END_PATIENCE_S) -> None:
-        """End the receiver: its input ends, and if that is not enough it is killed (its copy is
-        whole whenever it dies). Waits for it, so that nothing is left behind.
+        """End the receiver: its input ends, and if that is not enough it is killed, with what it
+        has started itself (its copy is whole whenever it dies). Waits for it, so that nothing is
+        left behind.
         """
         process = self.process
         for stream in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
                 if stream is not None:
                     stream.close()
+        if _wait_for_end(process.pid, patience_s):
+            # The session is its own, and its number is taken until we have waited for it below.
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
         try:
-            process.wait(patience_s)
+            process.wait(_KILL_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            # Not ours to kill (sudo), or stuck in the kernel. It has no input any more.
+            logger.warning(
+                "the receiver with process number %d can't be ended%s",
+                process.pid,
+                self.last_words(),
+            )
+        os.close(self._errors)
 
     def abandon(self) -> None:
         """In a forked child: give back what was inherited; the process is the parent's."""
         self.process.returncode = 0  # not ours to wait for
+        os.close(self._errors)
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 if stream is not None:
                     stream.close()
+
+
+def _wait_for_end(pid: int, patience_s: float) -> bool:
+    """Wait until a child has ended, at most that long, and leave it to be waited for. False when
+    somebody else has waited for it: then its number may be another's by now.
+    """
+    until_s = time.monotonic() + patience_s
+    pause_s = 0.001
+    while True:
+        try:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+        except ChildProcessError:
+            return False
+        if time.monotonic() >= until_s:
+            return True
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
 
 
 class Link:
@@ -248,6 +292,8 @@ class Link:
         self._asked_at = 0
         self._whole = False  # the copy is in its place
         self.head = 0  # the last head sent
+        self.is_greeted = False
+        self._waited_since_s = time.monotonic()
 
     def greet(self, commit: int) -> bool:
         """Find out what the receiver has and where to go on; True when the copy is made anew."""
@@ -272,6 +318,7 @@ class Link:
             self.head = state.head
             self._whole = True
         self._asked_at = self.sent
+        self.is_greeted = True
         channel.send(_stream.BEGIN, _stream.pack_begin(anew, self.sent))
         return anew
 
@@ -295,6 +342,8 @@ class Link:
         is over. Raises LinkDownError, RefusedError, LookupError (freed before it was sent).
         """
         channel = self.channel
+        if self.acked >= self.asked and channel.is_writable:
+            self._waited_since_s = time.monotonic()  # until now nothing was wanted of it
         while True:
             while channel.is_writable and self._send_next(target, announced):
                 pass
@@ -307,10 +356,20 @@ class Link:
                 continue
             if self.acked >= target:
                 return True
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 or self._stopping():
+            now_s = time.monotonic()
+            self._look_whether_it_hangs(now_s)
+            if now_s >= until_s or self._stopping():
                 return False
-            channel.wait(min(left_s, _LOOK_S))
+            channel.wait(min(until_s - now_s, _LOOK_S))
+
+    def _look_whether_it_hangs(self, now_s: float) -> None:
+        """Raise LinkDownError when the receiver was silent for too long."""
+        silent_s = now_s - max(self.channel.moved_s, self._waited_since_s)
+        if silent_s > HANGS_S + (self.sent - self.acked) / _SLOWEST_BYTES_S:
+            raise LinkDownError(
+                f"the receiver has neither taken nor said anything for {silent_s:.0f} s, and is "
+                f"ended{self.channel.last_words()}"
+            )
 
     def _send_next(self, target: int, announced: int) -> bool:
         """Send one message more; False when there is nothing more to send."""

@@ -106,7 +106,8 @@ def repair(engine: Engine, seen: Seen | None = None) -> list[tuple[int, str]]:
     found = engine.verify(seen)
     if not found:
         return []
-    engine.heal(engine.log.head_offset, engine.page.words[TAIL])
+    # What a replica may still have is not written over because it can't be asked just now.
+    engine.heal(engine.log.head_offset, engine.page.words[TAIL], insist=True)
 
     def mend(session: Session) -> None:
         log = session.log

@@ -17,14 +17,16 @@ It must not know what messages are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import secrets
 import shutil
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from . import _clock, _files
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
@@ -57,6 +59,10 @@ CLEAN_NAME: Final = "clean"
 _LMDB_MAGIC: Final = 0xBEEFC0DE
 
 
+# Called with the open file and its header; True when it has written what the log lacked.
+Complete: TypeAlias = Callable[[int, FileHeader], bool]
+
+
 @dataclass
 class Opened:
     """What a store needs to work; all of it is closed by the store."""
@@ -80,8 +86,14 @@ def scratch_of(path: str) -> str:
     return path + ".d"
 
 
-def open_shared(path: str, segment_bytes: int | None, default_segment_bytes: int) -> Opened:
-    """Open `path` to read and write, making it if there is none or an empty one.
+def open_shared(
+    path: str,
+    segment_bytes: int | None,
+    default_segment_bytes: int,
+    complete: Complete | None = None,
+) -> Opened:
+    """Open `path` to read and write, making it if there is none or an empty one. `complete` may
+    write what the file turns out to lack at its end.
 
     Blocks while another process recovers the file. Raises what contract 2 and 9 name.
     """
@@ -92,7 +104,7 @@ def open_shared(path: str, segment_bytes: int | None, default_segment_bytes: int
             create(path, segment_bytes or default_segment_bytes)
         fd = _files.open_rw(path)
         try:
-            opened = _open_fd(path, fd, segment_bytes, time.monotonic() > give_up_s)
+            opened = _open_fd(path, fd, segment_bytes, time.monotonic() > give_up_s, complete)
         except BaseException:
             _files.close(fd)
             raise
@@ -136,7 +148,9 @@ def read_header(fd: int, path: str) -> FileHeader:
     return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
 
 
-def _open_fd(path: str, fd: int, segment_bytes: int | None, last_try: bool) -> Opened | None:
+def _open_fd(
+    path: str, fd: int, segment_bytes: int | None, last_try: bool, complete: Complete | None
+) -> Opened | None:
     header = read_header(fd, path)
     if segment_bytes is not None and segment_bytes != header.segment_bytes:
         raise ValueError(
@@ -164,7 +178,7 @@ def _open_fd(path: str, fd: int, segment_bytes: int | None, last_try: bool) -> O
                 if page is not None or last_try:
                     _refuse_attach(path, page)
                 return None
-        return _open_first(path, fd, header, directory)
+        return _open_first(path, fd, header, directory, complete)
     log = Log(fd, header, page)
     index = Index.open(os.path.join(directory, INDEX_NAME), create=False)
     slot, token = take_owner_slot(fd, page)
@@ -207,7 +221,9 @@ def attach_page(
     return None
 
 
-def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opened:
+def _open_first(
+    path: str, fd: int, header: FileHeader, directory: str, complete: Complete | None
+) -> Opened:
     """Recover the file for everybody. The caller holds *in use* exclusively."""
     old = attach_page(directory, fd, header)
     same_boot = old is not None
@@ -215,16 +231,25 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
     commit = 0 if old is None else old.words[COMMIT]
     near = 0 if old is None else old.words[LAST_FRAME]
     shift = None if old is None else old.shift
-    replica = [] if old is None else old.replica_words()
+    page_path = os.path.join(directory, PAGE_NAME)
+    identity = (header.store_id, _clock.boot_id())
+    # Also when the one before us died over the page he was making.
+    replica = SharedPage.read_kept(page_path, *identity) if old is None else old.replica_words()
     if old is not None:
         old.close()
     _make_directory(directory, fd)
-    page = SharedPage.create(os.path.join(directory, PAGE_NAME), fd)
+    page = SharedPage.create(page_path, fd, SharedPage.pack_kept(*identity, replica))
     index: Index | None = None
     try:
         _remove_pipes(directory)
         log = Log(fd, header, page)
-        index, recovery = _recover(directory, log, commit, near, same_boot, failed)
+        role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
+        more = (
+            functools.partial(complete, fd, header)
+            if complete is not None and role[0] == PRIMARY
+            else None
+        )
+        index, recovery = _recover(directory, log, commit, near, same_boot, failed, more)
         rebuild = index is None
         if index is None:
             _delete_index(directory)
@@ -243,14 +268,19 @@ def _open_first(path: str, fd: int, header: FileHeader, directory: str) -> Opene
         if index is not None:
             index.close(sync=False)
         raise
-    role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
     return Opened(
         path, fd, header, directory, page, log, index, slot, token, recovery, rebuild, *role
     )
 
 
 def _recover(
-    directory: str, log: Log, commit: int, near: int, same_boot: bool, failed: bool
+    directory: str,
+    log: Log,
+    commit: int,
+    near: int,
+    same_boot: bool,
+    failed: bool,
+    complete: Callable[[], bool] | None,
 ) -> tuple[Index | None, Recovery]:
     """Find the log's end, and an index that may be believed."""
     index_directory = os.path.join(directory, INDEX_NAME)
@@ -261,6 +291,7 @@ def _recover(
         whole=index is None,
         failed=failed,
         near=near if same_boot and not failed else 0,
+        complete=complete,
     )
     words = log.state.words
     if words[COMMIT] < words[TAIL]:

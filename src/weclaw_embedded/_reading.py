@@ -240,7 +240,10 @@ class Reading(Segments):
         """
         segment = max(offset >> self.bits, self.state.words[HEAD])
         while segment > self.state.words[HEAD]:
-            shift, _ = self.place(segment)
+            try:
+                shift, _ = self.place(segment)
+            except MissingSegmentError:
+                break  # what stood there is gone, whatever it belonged to
             first = (segment << self.bits) + SLOT_BYTES
             head = _files.read_at(self.fd, PART_BYTES, first + shift)
             if len(head) < PART_BYTES or PART.unpack(head)[2] & FIRST:

@@ -36,9 +36,11 @@ from ._stream import (
     HEAD,
     HELLO,
     HIGHER_EPOCH,
+    LOOK,
     NOT_A_COPY,
     OTHER_STORE,
     OTHER_VERSION,
+    READ,
     REFUSED,
     SEGMENT,
     STATE,
@@ -101,6 +103,10 @@ def serve(path: str, stdin: BinaryIO, stdout: BinaryIO) -> int:
     try:
         greeting = wire.next()
         if greeting is None:
+            return 0
+        if greeting[0] == LOOK:
+            copy = _look(path, _stream.unpack_hello(greeting))
+            _answer_reads(wire, copy)
             return 0
         if greeting[0] != HELLO:
             raise StreamError("the stream does not begin with a greeting")
@@ -179,6 +185,37 @@ def _open(path: str, hello: Hello) -> Copy | None:
         copy.close()
         raise _RefusedError(HIGHER_EPOCH, f"{path} was promoted: it has epoch {epoch}", epoch)
     return copy
+
+
+def _look(path: str, hello: Hello) -> Copy | None:
+    """The copy, to be read by one whose file may be damaged; it goes on being written by others."""
+    try:
+        if not os.stat(path).st_size:
+            return None
+        header, _, _ = role_of(path)
+    except FileNotFoundError:
+        return None
+    if any(hello.store_id) and header.store_id != hello.store_id:
+        raise _RefusedError(OTHER_STORE, f"{path} is the file of another queue")
+    return Copy.look(path)
+
+
+def _answer_reads(wire: _Wire, copy: Copy | None) -> None:
+    """Give what is asked for, as far as it is there, until nothing is asked any more."""
+    wire.send(STATE, _stream.pack_state(EMPTY_STATE if copy is None else copy.state()))
+    while True:
+        body = wire.next()
+        if body is None:
+            return
+        if body[0] != READ:
+            raise StreamError("who only looks can only read")
+        offset, n = _stream.unpack_read(body)
+        if copy is None:
+            wire.send(SEGMENT)
+        elif offset & (copy.log.segment_bytes - 1) == 0:
+            wire.send(SEGMENT, copy.read_slot(offset >> copy.log.bits))
+        else:
+            wire.send(DATA, _stream.pack_data(offset, False), copy.read_kept(offset, n))
 
 
 def _begin(path: str, hello: Hello, copy: Copy | None, command: bytes) -> Copy:

@@ -29,6 +29,7 @@ from ._format import (
     PART,
     PART_BYTES,
     SLOT_BYTES,
+    VOUCH,
     SlotHeader,
     pack_header,
     pack_slot,
@@ -54,7 +55,7 @@ from ._segments import (
 )
 from .errors import CorruptError, DiskFullError, WeclawError
 
-__all__ = ["Recovery", "find_segments", "heal", "recover", "recover_copy", "verify"]
+__all__ = ["Recovery", "find_segments", "heal", "look_at_copy", "recover", "recover_copy", "verify"]
 
 _PIECE = 1 << 20
 _WALK_TAIL_SEGMENT = 4 << 20  # segments up to this size are walked whole to find the tail
@@ -69,6 +70,8 @@ class Recovery:
     damaged: list[tuple[int, str]] = field(default_factory=list)
     cut: int | None = None  # where what was torn was cut off
     is_end_damaged: bool = False
+    is_short: bool = False  # it ends before the commit point
+    is_vouched: bool = False  # it ends with a frame that vouches: nothing is missing
     healed: list[tuple[int, str]] = field(default_factory=list)  # from a second copy
     whole: bool = True  # all that is kept was looked at, not only the end
     last_time_us: int = 0
@@ -83,6 +86,7 @@ def recover(
     failed: bool,
     near: int,
     begin_segment: Callable[[int], None],
+    complete: Callable[[], bool] | None = None,
 ) -> Recovery:
     """See `Log.recover`.  `begin_segment(prev_end)` makes the log go on in a new one."""
     if not log.readonly:
@@ -95,6 +99,13 @@ def recover(
         _files.drop_cache(log.fd, 0, 0)
     find_segments(log)
     recovery = _find_end(log, commit, near, whole=whole)
+    if (
+        complete is not None
+        and (recovery.is_short if cache_is_true else not recovery.is_vouched)
+        and complete()
+    ):
+        find_segments(log)
+        recovery = _find_end(log, commit, 0, whole=True)
     words = log.state.words
     words[TAIL] = max(recovery.tail, (words[LAST] << log.bits) + SLOT_BYTES)
     words[COMMIT] = min(commit, words[TAIL]) if cache_is_true else words[TAIL]
@@ -124,18 +135,25 @@ def recover_copy(log: Segments) -> None:
     """
     _files.sync_data(log.fd)
     _files.drop_cache(log.fd, 0, 0)
+    if look_at_copy(log):
+        _cut(log, log.state.words[TAIL])
+    log.state.words[WRITING] = 0
+    _find_spares(log, 0)
+
+
+def look_at_copy(log: Segments) -> bool:
+    """Find where a replica's copy ends; True when something torn follows there, or an empty
+    segment. Changes nothing in the file if the log is readonly.
+    """
     find_segments(log)
     words = log.state.words
     segment = words[LAST]
     while segment > words[HEAD] and not _begins_a_frame(log, segment):
         segment -= 1
     recovery, _ = _walk_to_end(log, segment << log.bits, 0)
-    end = recovery.tail
-    if recovery.cut is not None or recovery.is_end_damaged or (end - 1) >> log.bits < words[LAST]:
-        _cut(log, end)
-    words[TAIL] = words[COMMIT] = end
-    words[WRITING] = 0
-    _find_spares(log, 0)
+    end = words[TAIL] = words[COMMIT] = recovery.tail
+    is_torn = recovery.cut is not None or recovery.is_end_damaged
+    return is_torn or (end - 1) >> log.bits < words[LAST]
 
 
 def _begins_a_frame(log: Segments, segment: int) -> bool:
@@ -357,6 +375,7 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
     end = start if start & (log.segment_bytes - 1) else start + SLOT_BYTES
     times = [0]
     n_bad = 0
+    last_flags = 0
     for offset, frame_end, time_us, flags, frame_commit, records in walk(
         log,
         start,
@@ -370,6 +389,7 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
             times.append(times[-1])
             checkpoints.append(checkpoints[-1])
         end = frame_end
+        last_flags = flags
         times[-1] = time_us
         if frame_commit > vouched:
             vouched = frame_commit
@@ -394,10 +414,12 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
         recovery.cut = recovery.tail = cut
         recovery.torn_bytes = _bytes_beyond(log, cut)
     else:
+        recovery.is_vouched = bool(last_flags & VOUCH) and not (bad and bad[-1][0] >= end)
         if max(end, last_begin) < commit and not (bad and bad[-1][0] >= end):
             # The end of the log isn't there any more, although it was on stable storage.
             recovery.damaged.append((end, f"nothing is left up to the commit point {commit}"))
         recovery.is_end_damaged = any(offset >= end for offset, _ in recovery.damaged)
+    recovery.is_short = max(recovery.tail, last_begin) < commit or recovery.is_end_damaged
     return recovery, is_boundary
 
 

@@ -13,7 +13,7 @@ import threading
 import weakref
 
 from ._engine import Engine
-from ._opening import open_shared
+from ._opening import Complete, open_shared
 
 _engines: dict[tuple[int, int], Engine] = {}
 _lookers: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -21,10 +21,15 @@ _registry_lock = threading.RLock()
 
 
 def acquire(
-    path: str, segment_bytes: int | None, default_segment_bytes: int, replica: object = None
+    path: str,
+    segment_bytes: int | None,
+    default_segment_bytes: int,
+    replica: object = None,
+    complete: Complete | None = None,
 ) -> Engine:
     """The engine of the file at `path`, opened if this process does not have it yet. What is
-    damaged is healed from `replica`, if its address is given.
+    damaged is healed from `replica`, if its address is given; `complete` writes what is missing at
+    the end.
     """
     real = os.path.realpath(path)
     with _registry_lock:
@@ -39,7 +44,8 @@ def acquire(
                     )
                 engine.handles += 1
                 return engine
-        engine = Engine(open_shared(real, segment_bytes, default_segment_bytes), replica)
+        opened = open_shared(real, segment_bytes, default_segment_bytes, complete)
+        engine = Engine(opened, replica)
         found = os.fstat(engine.fd)
         _engines[found.st_dev, found.st_ino] = engine
         engine.handles = 1

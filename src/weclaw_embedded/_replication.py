@@ -83,7 +83,8 @@ _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _REFUSED_PAUSE_S: Final = 10.0
 _IDLE_SYNC_S: Final = 1.0
-_CLOSE_STALL_S: Final = 1.0  # a close waits for the replica as long as it makes progress
+_CLOSE_STALL_S: Final = 1.0  # a close waits for the replica as long as it makes progress,
+_CLOSE_S: Final = 10.0  # but no longer than this
 
 
 def fenced_error(engine: Engine) -> FencedError:
@@ -473,7 +474,8 @@ class Replication:
             if link is None:
                 return
             link._stopping = lambda: False
-            while True:
+            give_up_s = time.monotonic() + _CLOSE_S
+            while time.monotonic() < give_up_s:
                 before = (link.acked, link.sent)
                 if link.pump(
                     words[COMMIT], words[ANNOUNCED], time.monotonic() + _CLOSE_STALL_S
@@ -486,7 +488,7 @@ class Replication:
             if link is not None:
                 if self.is_feeder or last:
                     words[REPLICA_AT] = link.acked  # nobody else feeds before our lock is gone
-                if link.acked < words[COMMIT]:
+                if link.is_greeted and link.acked < words[COMMIT]:
                     logger.warning(
                         "%s: closed with the replica %d bytes behind",
                         engine.path,

@@ -1,11 +1,10 @@
-"""From the replica back: a lost primary is restored, damaged frames are healed.
+"""From the replica back: a primary that is lost, whole or in part, before it is opened.
 
-Role: before a file is opened, see whether it is missing though its replica has data, and get it
-back; for a file that is open, put good bytes from the copy in the place of unreadable ones.
+Role: see whether a file is missing, empty or unreadable though its replica has data, and get it
+back; see to it that what is missing at its end comes back. Damage within it is `_healing`'s.
 
-Invariants: nothing is ever made over data. A file that can't be read is moved aside, not removed;
-what is healed are only bytes that are no valid frame, with those that the copy has at the same
-offsets of the same life of the segment.
+Invariants: nothing is ever made over data. A file that can't be read is moved aside, not removed.
+A file is begun anew only when the replica has said that it has no data, or nobody named one.
 
 It must not know what messages are.
 """
@@ -18,41 +17,21 @@ import time
 from typing import Final
 
 from . import _clock, _files, _stream
-from ._copy import Copy, read_role, role_of
-from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
+from ._copy import Copy, role_of
+from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._format import COPY, PRIMARY
-from ._mend import unreadable
-from ._opening import IN_USE, is_new, read_header, scratch_of
+from ._healing import UnreachableError, complete, patience_of, replica_of
+from ._opening import IN_USE, Complete, is_new
 from ._options import StoreOptions
-from ._recovery import find_segments
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
-from .errors import (
-    CorruptError,
-    LockedError,
-    NotAQueueError,
-    StorageError,
-    WeclawError,
-)
-from .wal import LAST, TAIL, Log, LogState
+from .errors import LockedError, NotAQueueError, StorageError, WeclawError
 
 logger = logging.getLogger("weclaw_embedded")
 
-_ANSWER_S: Final = 30.0
+_ANSWER_S: Final = 30.0  # between two messages, once it has begun to send
+_FIRST_PAUSE_S: Final = 0.2
 _OTHERS_S: Final = 10.0  # how long another process that restores the same file is waited for
 _NOBODY: Final = Hello(bytes(16), 0, 0, 0)
-
-
-class _UnreachableError(StorageError):
-    """The replica can't be asked whether it has data."""
-
-
-def replica_of(path: str, options: StoreOptions | None) -> Address | None:
-    """Where the replica of a file that can't be asked is: the argument, the environment, or what
-    was noted beside the file.
-    """
-    if options is not None and options.chosen("replica"):
-        return normal(options.replica)
-    return read_record(scratch_of(path))
 
 
 def restore_missing(path: str, options: StoreOptions) -> None:
@@ -62,16 +41,21 @@ def restore_missing(path: str, options: StoreOptions) -> None:
     """
     path = os.path.realpath(path)
     address = replica_of(path, options) if is_new(path) else None
+    if address is not None:
+        patience_s = patience_of(options.replica_timeout)
+        _restore(
+            path, address, "is missing" if not os.path.exists(path) else "is empty", patience_s
+        )
+
+
+def end_of(path: str, options: StoreOptions) -> Complete | None:
+    """What gets back what the file at `path` lacks at its end; None without a replica."""
+    path = os.path.realpath(path)
+    address = replica_of(path, options)
     if address is None:
-        return
-    try:
-        _restore(path, address, "was missing" if not os.path.exists(path) else "was empty")
-    except _UnreachableError as error:
-        if not options.sync_replica or read_record(scratch_of(path)) is not None:
-            raise
-        # It was never here, as far as can be seen, and no put is confirmed before the replica has
-        # been asked: if it has data after all, it refuses, and every put says so.
-        logger.warning("%s; as it is new here, it is begun anew", error)
+        return None
+    patience_s = patience_of(options.replica_timeout)
+    return lambda fd, header: complete(path, fd, header, address, patience_s)
 
 
 def restore_damaged(path: str, options: StoreOptions, error: WeclawError) -> bool:
@@ -93,7 +77,8 @@ def restore_damaged(path: str, options: StoreOptions, error: WeclawError) -> boo
     try:
         if not _files.try_lock(fd, IN_USE, True):
             return False
-        return _restore(path, address, f"was damaged beyond use ({error})")
+        patience_s = patience_of(options.replica_timeout)
+        return _restore(path, address, f"is damaged beyond use ({error})", patience_s)
     finally:
         _files.close(fd)
 
@@ -107,30 +92,44 @@ def _has_data(address: Address) -> bool:
         return False
 
 
-def _restore(path: str, address: Address, why: str) -> bool:
+def _restore(path: str, address: Address, why: str, patience_s: float) -> bool:
+    """Get it from the replica; False when that has no data. One that does not answer is asked
+    again until the time is over.
+    """
     if isinstance(address, str) and (
         is_new(address) or os.path.realpath(address) == os.path.realpath(path)
     ):
         return False  # that replica is still to be made
-    try:
-        channel = Channel(address, None)
+    until_s = time.monotonic() + patience_s
+    pause_s = _FIRST_PAUSE_S
+    while True:
         try:
-            return _fetch(path, address, why, channel)
-        finally:
-            channel.close()
-    except RefusedError as refused:
-        kind = LockedError if refused.why == BUSY else StorageError
-        raise kind(f"{path} {why}, and its replica refuses to restore it: {refused}") from None
-    except (LinkDownError, StreamError) as error:
-        raise _UnreachableError(
-            f"{path} {why}, and its replica {describe(address)}, which may have its data, can't be "
-            f"asked: {error}; open it when the replica can be reached, or begin anew with "
-            "replica=False"
-        ) from None
+            return _restore_once(path, address, why, until_s)
+        except RefusedError as refused:
+            kind = LockedError if refused.why == BUSY else StorageError
+            raise kind(
+                f"{path} {why}, and its replica refuses to restore it: {refused}; nothing was made"
+            ) from None
+        except (LinkDownError, StreamError) as error:
+            if time.monotonic() + pause_s >= until_s or isinstance(error, NotStartedError):
+                raise UnreachableError(
+                    f"{path} {why}, and its replica {describe(address)}, which may have its data, "
+                    f"can't be asked: {error}; nothing was made; open it when the replica can be "
+                    "reached, or once with replica=False to begin anew, if it never had data"
+                ) from None
+        time.sleep(pause_s)
+        pause_s *= 2
 
 
-def _fetch(path: str, address: Address, why: str, channel: Channel) -> bool:
-    until_s = time.monotonic() + _ANSWER_S
+def _restore_once(path: str, address: Address, why: str, until_s: float) -> bool:
+    channel = Channel(address, None)
+    try:
+        return _fetch(path, address, why, channel, until_s)
+    finally:
+        channel.close()
+
+
+def _fetch(path: str, address: Address, why: str, channel: Channel, until_s: float) -> bool:
     channel.send(HELLO, _stream.pack_hello(_NOBODY))
     body = channel.answer(until_s, lambda: False)
     if body[0] != STATE:
@@ -200,65 +199,3 @@ def _wait_for_others(path: str) -> None:
         if time.monotonic() >= until_s:
             raise LockedError(f"another process is restoring {path}; nothing was made; wait for it")
         time.sleep(0.05)
-
-
-# -- healing -------------------------------------------------------------------------------------
-
-
-def heal(log: Log, address: Address | None, start: int, end: int) -> list[int]:
-    """Write what the copy has over what can't be read between two offsets; the caller holds the
-    write lock. Returns the offsets that can be read again. Only a copy that is a file here is
-    looked at.
-    """
-    if log.readonly or not isinstance(address, str):
-        return []
-    bad = unreadable(log, start, _end_of_segment(log, end - 1))
-    if not bad:
-        return []
-    try:
-        fd = _files.open_ro(address)
-    except OSError:
-        return []
-    healed = []
-    try:
-        header = read_header(fd, address)
-        if header.store_id != log.header.store_id or read_role(fd, header)[0] != COPY:
-            return []
-        copy = Log(fd, header, LogState(), readonly=True)
-        find_segments(copy)
-        for begin, stop, reason in bad:
-            if _heal_one(log, copy, begin, stop):
-                healed.append(begin)
-                logger.warning(
-                    "damage at offset %d (%s): healed from the replica %s", begin, reason, address
-                )
-    except (OSError, WeclawError) as error:
-        logger.warning("damage can't be healed from the replica %s: %s", address, error)
-    finally:
-        _files.close(fd)
-    return healed
-
-
-def _heal_one(log: Log, copy: Log, begin: int, stop: int) -> bool:
-    try:
-        shift, salt = log.place(begin >> log.bits)
-        its_shift, its_salt = copy.place(begin >> log.bits)
-    except (LookupError, CorruptError):
-        return False
-    data = _files.read_at(copy.fd, stop - begin, begin + its_shift)
-    if salt != its_salt or len(data) < stop - begin:
-        return False
-    before = _files.read_at(log.fd, stop - begin, begin + shift)
-    _files.write_at(log.fd, [data], begin + shift)
-    left = unreadable(log, begin, _end_of_segment(log, begin))
-    if any(begin <= place < stop for place, _, _ in left):
-        _files.write_at(log.fd, [before], begin + shift)  # no better there
-        return False
-    return True
-
-
-def _end_of_segment(log: Log, offset: int) -> int:
-    """The offset up to which its segment may hold frames."""
-    words = log.state.words
-    segment = offset >> log.bits
-    return int(words[TAIL]) if segment >= words[LAST] else log.limit(segment)

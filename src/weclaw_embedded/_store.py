@@ -28,7 +28,7 @@ from ._options import (
     store_options,
 )
 from ._queries import GroupInfo
-from ._restore import restore_damaged, restore_missing
+from ._restore import end_of, restore_damaged, restore_missing
 from ._session import POLICIES, SYNC, Session
 from ._shared import mask_of
 from .errors import ClosedError, CorruptError, NotAQueueError, StorageError
@@ -117,14 +117,16 @@ class Store:
             looking.look_with(self._options)
             _registry.keep(looking)
             return looking
-        restore_missing(self.path, self._options)
-        size, replica = self._options.segment_bytes, self._options.replica
+        options = self._options
+        restore_missing(self.path, options)
+        given = (options.segment_bytes, DEFAULT_SEGMENT_BYTES, options.replica)
+        end = end_of(self.path, options)
         try:
-            engine = _registry.acquire(self.path, size, DEFAULT_SEGMENT_BYTES, replica)
+            engine = _registry.acquire(self.path, *given, end)
         except (CorruptError, NotAQueueError) as error:
-            if not restore_damaged(self.path, self._options, error):
+            if not restore_damaged(self.path, options, error):
                 raise
-            engine = _registry.acquire(self.path, size, DEFAULT_SEGMENT_BYTES, replica)
+            engine = _registry.acquire(self.path, *given, end)
         try:
             engine.adopt(self._options, self._consumer)
         except BaseException:

@@ -6,8 +6,8 @@ Pure: no input or output. Both directions are sequences of messages:
                then the rest: B type and the fields of that type
 
 The checksum begins from the message's number, so one that was lost, repeated or moved is noticed
-like one whose bytes were changed. The feeder begins with HELLO, the receiver answers with STATE
-or REFUSED; what follows is in docs/format.md, section 14.
+like one whose bytes were changed. The feeder begins with HELLO, who only reads with LOOK; the
+receiver answers with STATE or REFUSED; what follows is in docs/format.md, section 14.
 
 It must not know where the bytes come from, nor what is in a frame.
 """
@@ -25,8 +25,8 @@ VERSION: Final = 1
 MAGIC: Final = b"wqstream"
 
 # From the feeder.
-HELLO, BEGIN, SEGMENT, DATA, HEAD, SYNC, FETCH = range(1, 8)
-# From the receiver (SEGMENT and DATA too, after FETCH).
+HELLO, BEGIN, SEGMENT, DATA, HEAD, SYNC, FETCH, LOOK, READ = range(1, 10)
+# From the receiver (SEGMENT and DATA too, after FETCH and READ).
 STATE, ACK, REFUSED, END = range(16, 20)
 
 # Why a receiver refuses.
@@ -43,6 +43,7 @@ _DATA: Final = Struct("<QB")
 _OFFSET: Final = Struct("<Q")
 _REFUSED: Final = Struct("<BQ")
 _END: Final = Struct("<QQ")
+_READ: Final = Struct("<QI")
 DATA_EXTRA: Final = _HEAD.size + 1 + _DATA.size
 
 
@@ -85,6 +86,7 @@ def message(number: int, kind: int, *pieces: bytes | memoryview) -> bytes:
 
 
 def pack_hello(hello: Hello) -> bytes:
+    """The fields of HELLO and LOOK."""
     return _HELLO.pack(MAGIC, VERSION, *hello)
 
 
@@ -112,6 +114,10 @@ def pack_refused(why: int, epoch: int, text: str) -> bytes:
 
 def pack_end(head: int, tail: int) -> bytes:
     return _END.pack(head, tail)
+
+
+def pack_read(offset: int, n: int) -> bytes:
+    return _READ.pack(offset, n)
 
 
 def _unpack(form: Struct, body: bytes, *, exact: bool = True) -> tuple[int, ...]:
@@ -169,6 +175,14 @@ def unpack_refused(body: bytes) -> tuple[int, int, str]:
 def unpack_end(body: bytes) -> tuple[int, int]:
     head, tail = _unpack(_END, body)
     return head, tail
+
+
+def unpack_read(body: bytes) -> tuple[int, int]:
+    """(offset, how many bytes)."""
+    offset, n = _unpack(_READ, body)
+    if not n <= MAX_DATA:
+        raise StreamError(f"{n} bytes are more than may be asked for at once")
+    return offset, n
 
 
 class Incoming:

@@ -461,6 +461,7 @@ class Log(Reading):
         whole: bool = True,
         failed: bool = False,
         near: int = 0,
+        complete: Callable[[], bool] | None = None,
     ) -> Recovery:
         """Find the state of the log from the file alone; the caller has the file for itself.
 
@@ -469,7 +470,8 @@ class Log(Reading):
         cache says is what there is.  Otherwise the file is synced and read from the disk.
         `whole=False`: the end is enough, if it can be found from `near`, where the last frame was
         said to begin, or from `commit`.  `failed`: a sync failed at that commit point; what lies
-        above it is written again first.
+        above it is written again first.  `complete()` is asked to write what the file lacks at its
+        end, if it may lack something; True when it has.
 
         Raises CorruptError when there is no log to be found, OSError when the disk refuses.
         """
@@ -484,6 +486,7 @@ class Log(Reading):
             failed=failed,
             near=near,
             begin_segment=self._begin_after_recovery,
+            complete=complete,
         )
 
     def _begin_after_recovery(self, prev_end: int) -> None:

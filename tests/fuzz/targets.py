@@ -73,6 +73,7 @@ def stream(data: bytes) -> None:
         _stream.unpack_offset,
         _stream.unpack_refused,
         _stream.unpack_end,
+        _stream.unpack_read,
     )
     for reader in readers:
         with contextlib.suppress(_stream.StreamError):

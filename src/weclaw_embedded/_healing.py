@@ -1,0 +1,470 @@
+"""What a replica's copy has, to mend a file of the same queue: frames, whole segments, the end.
+
+Role: one look at the copy, wherever it is: a file here is read as it stands; behind a command a
+receiver is asked, which then only reads. Neither disturbs who writes the copy meanwhile.
+
+Invariants: only bytes that are no valid frame are ever written over, with those that the copy has
+at the same offsets of the same life of the segment; what is no better afterwards is put back. What
+is asked for is fetched while no lock is held.
+
+It must not know what messages are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from . import _files, _stream
+from ._copy import Copy
+from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
+from ._format import (
+    COPY,
+    PART,
+    PART_BYTES,
+    SLOT_BYTES,
+    FileHeader,
+    SlotHeader,
+    pack_slot,
+    part_checksum,
+    unpack_slot,
+)
+from ._mend import unreadable
+from ._opening import read_header, scratch_of
+from ._options import StoreOptions
+from ._recovery import recover_copy
+from ._segments import FREE, SAFE, ZEROED
+from ._stream import DATA, MAX_DATA, SEGMENT, STATE, Hello, State, StreamError
+from .errors import CorruptError, DiskFullError, StorageError, WeclawError
+from .wal import HEAD, LAST, TAIL, Log
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+logger = logging.getLogger("weclaw_embedded")
+
+_AT_LEAST_S: Final = 5.0
+_AT_ONCE: Final = 64 << 20  # bytes fetched before they are written
+
+
+class UnreachableError(StorageError):
+    """The replica can't be asked what it has."""
+
+
+def replica_of(path: str, options: StoreOptions | None) -> Address | None:
+    """Where the replica of a file that can't be asked is: the argument, the environment, or what
+    was noted beside the file.
+    """
+    if options is not None and options.chosen("replica"):
+        return normal(options.replica)
+    return read_record(scratch_of(path))
+
+
+def patience_of(replica_timeout: float) -> float:
+    """How many seconds a replica may take to say what it has."""
+    return max(replica_timeout, _AT_LEAST_S)
+
+
+# -- a look at the copy --------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """A copy that is read. Each method may raise UnreachableError."""
+
+    state: State
+
+    def slot(self, segment: int) -> bytes:
+        """The packed header of a segment; nothing if it has none."""
+
+    def read(self, offset: int, n: int) -> bytes:
+        """At most `n` bytes of the log, of one segment; nothing where it ends."""
+
+    def close(self) -> None: ...
+
+
+class _Here:
+    """A copy that is a file of this machine."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+        self.state = copy.state()
+        self.slot = copy.read_slot
+        self.read = copy.read_kept
+
+    def close(self) -> None:
+        self._copy.close()
+
+
+class _Away:
+    """A copy behind a command."""
+
+    def __init__(self, address: Address, hello: Hello, patience_s: float) -> None:
+        self._address = address
+        self._patience_s = patience_s
+        self._channel: Channel | None = None
+        try:
+            self._channel = Channel(address, None)
+            self._channel.send(_stream.LOOK, _stream.pack_hello(hello))
+            body = self._answer(STATE)
+            self.state = _stream.unpack_state(body)
+        except (LinkDownError, RefusedError, StreamError) as error:
+            self.close()
+            raise self._unreachable(error) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        refuses = "refuses to be read" if isinstance(error, RefusedError) else "can't be asked"
+        return UnreachableError(f"the replica {describe(self._address)} {refuses}: {error}")
+
+    def _answer(self, kind: int) -> bytes:
+        assert self._channel is not None, "it is open"
+        body = self._channel.answer(time.monotonic() + self._patience_s, lambda: False)
+        if body[0] != kind:
+            raise LinkDownError("it answered something else than it was asked for")
+        return body
+
+    def _ask(self, offset: int, n: int, kind: int) -> bytes:
+        assert self._channel is not None, "it is open"
+        try:
+            self._channel.send(_stream.READ, _stream.pack_read(offset, n))
+            return self._answer(kind)
+        except (LinkDownError, RefusedError) as error:
+            raise self._unreachable(error) from None
+
+    def slot(self, segment: int) -> bytes:
+        return self._ask(segment * self.state.segment_bytes, SLOT_BYTES, SEGMENT)[1:]
+
+    def read(self, offset: int, n: int) -> bytes:
+        body = self._ask(offset, min(n, MAX_DATA), DATA)
+        try:
+            at, _, data = _stream.unpack_data(body)
+        except StreamError as error:
+            raise self._unreachable(error) from None
+        if at != offset or len(data) > n:
+            raise self._unreachable(LinkDownError("it sent other bytes than it was asked for"))
+        return bytes(data)
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def look(path: str, header: FileHeader, address: Address, patience_s: float) -> Source | None:
+    """The copy of the file at `path`, to be read and then closed. None if there is none that is
+    one of this queue. Raises UnreachableError.
+    """
+    source: Source
+    if isinstance(address, str):
+        if os.path.realpath(address) == os.path.realpath(path):
+            return None
+        try:
+            fd = _files.open_ro(address)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UnreachableError(f"the replica {address} can't be read: {error}") from None
+        try:
+            if not _files.size(fd) or read_header(fd, address).store_id != header.store_id:
+                return None
+            copy = Copy.look(address)
+        except (OSError, WeclawError) as error:
+            raise UnreachableError(f"the replica {address} can't be read: {error}") from None
+        finally:
+            _files.close(fd)
+        if copy is None:
+            return None
+        source = _Here(copy)
+    else:
+        hello = Hello(header.store_id, header.segment_bytes, header.epoch, header.created_us)
+        source = _Away(address, hello, patience_s)
+    state = source.state
+    if state.role == COPY and (state.store_id, state.segment_bytes) == (
+        header.store_id,
+        header.segment_bytes,
+    ):
+        return source
+    source.close()
+    return None
+
+
+# -- the end of the log --------------------------------------------------------------------------
+
+
+def complete(path: str, fd: int, header: FileHeader, address: Address, patience_s: float) -> bool:
+    """Get back what the copy has beyond the end of this file's log, which was cut off or damaged;
+    True when there was something. The caller has the file for itself.
+
+    Raises StorageError when the copy has more and it can't be got, after what is torn was cut off.
+    """
+    mine = Copy(path, fd, header, None, readonly=True)
+    mine.look_again()
+    try:
+        source = look(path, header, address, patience_s)
+    except UnreachableError as error:
+        logger.warning(
+            "%s did not end cleanly and %s: whether that has more is not known", path, error
+        )
+        return False
+    if source is None:
+        return False
+    try:
+        before = mine.tail
+        if source.state.tail <= before or not _continues(mine, source):
+            return False
+        copy = Copy(path, fd, header, None)
+        recover_copy(copy.log)
+        _follow(copy, source)
+        copy.sync()
+    except UnreachableError as error:
+        raise StorageError(
+            f"{path} lacks the end of its log, and {error}; what is there was not lost; open it "
+            "again when the replica can be reached, or without it, with replica=False"
+        ) from None
+    finally:
+        source.close()
+    logger.warning(
+        "%s ended at offset %d, before what was confirmed: RESTORED up to offset %d from its "
+        "replica %s",
+        path,
+        before,
+        copy.tail,
+        describe(address),
+    )
+    return True
+
+
+def _continues(mine: Copy, source: Source) -> bool:
+    """Whether the copy has what this log ends with, so that the rest of it follows."""
+    last, end, crc = mine.last_frame()
+    if not end:
+        return source.state.head == mine.log.state.words[HEAD] == 0
+    segment = last >> mine.log.bits
+    slot = unpack_slot(source.slot(segment), mine.header.store_id, mine.header.segment_bytes)
+    if slot is None or slot.salt != mine.log.place(segment)[1]:
+        return False
+    return source.read(last, PART_BYTES)[:4] == crc.to_bytes(4, "little")
+
+
+def _follow(copy: Copy, source: Source) -> None:
+    """Write what the source has from the end of `copy` on."""
+    until = source.state.tail
+    bits = copy.log.bits
+    while copy.tail < until:
+        at = 0 if copy.empty else copy.tail
+        segment = at >> bits
+        packed = b"" if segment == until >> bits else source.slot(segment + 1)
+        following = unpack_slot(packed, copy.header.store_id, copy.header.segment_bytes)
+        end = until if segment == until >> bits else following.prev_end if following else 0
+        while at < end:
+            data = source.read(at, end - at)
+            if not data:
+                raise UnreachableError(f"the replica has nothing at offset {at}")
+            copy.write(at, memoryview(data))
+            at += len(data)
+        if segment == until >> bits:
+            return
+        if following is None or at != end:
+            raise UnreachableError(f"the replica lacks segment {segment + 1}")
+        copy.begin_segment(packed)
+
+
+# -- what is damaged within it -------------------------------------------------------------------
+
+
+class _Lack(NamedTuple):
+    """What can't be read: a whole segment without a header, or a range of one."""
+
+    begin: int
+    end: int
+    reason: str
+    is_segment: bool
+
+
+class _Found(NamedTuple):
+    lack: _Lack
+    slot: SlotHeader
+    data: bytes
+
+
+def heal(engine: Engine, address: Address, start: int, end: int, patience_s: float) -> list[int]:
+    """Write what the copy has over what can't be read between two offsets: the offsets that can be
+    read again. Raises UnreachableError.
+    """
+    log = engine.log
+    lacks = engine.execute(lambda session: _lacks(session.log, start, end))
+    if not lacks:
+        return []
+    healed: list[int] = []
+    source = look(engine.path, engine.header, address, patience_s)
+    if source is None:
+        return []
+    try:
+        # A segment that has its header again may have damage of its own.
+        for lack in [lack for lack in lacks if lack.is_segment]:
+            healed += _heal_some(engine, _fetch(source, log, [lack]))
+        if healed:
+            again = engine.execute(lambda session: _lacks(session.log, start, end))
+            lacks = [lack for lack in lacks if lack.is_segment] + again
+        some: list[_Lack] = []
+        for lack in [lack for lack in lacks if not lack.is_segment]:
+            some.append(lack)
+            if sum(one.end - one.begin for one in some) >= _AT_ONCE:
+                healed += _heal_some(engine, _fetch(source, log, some))
+                some = []
+        healed += _heal_some(engine, _fetch(source, log, some))
+    finally:
+        source.close()
+    for lack in lacks:
+        if lack.begin in healed:
+            logger.warning(
+                "damage at offset %d (%s): healed from the replica %s",
+                lack.begin,
+                lack.reason,
+                describe(address),
+            )
+    return healed
+
+
+def _lacks(log: Log, start: int, end: int) -> list[_Lack]:
+    words = log.state.words
+    lacks = []
+    for segment in range(max(words[HEAD], start >> log.bits), ((end - 1) >> log.bits) + 1):
+        if segment <= words[LAST] and not _has_slot(log, segment):
+            begin = segment << log.bits
+            lacks.append(_Lack(begin, log.limit(segment), "its slot headers are lost", True))
+    missing = {lack.begin >> log.bits for lack in lacks}
+    for begin, stop, reason in unreadable(log, start, _end_of_segment(log, end - 1)):
+        if begin >> log.bits not in missing:
+            lacks.append(_Lack(begin, stop, reason, False))
+    return lacks
+
+
+def _has_slot(log: Log, segment: int) -> bool:
+    try:
+        log.place(segment)
+        header = log.read_slot(log.slot_of(segment))
+    except (LookupError, CorruptError):
+        return False
+    return header is not None and header.segment == segment
+
+
+def _end_of_segment(log: Log, offset: int) -> int:
+    """The offset up to which its segment may hold frames."""
+    words = log.state.words
+    segment = offset >> log.bits
+    return int(words[TAIL]) if segment >= words[LAST] else log.limit(segment)
+
+
+def _fetch(source: Source, log: Log, lacks: list[_Lack]) -> list[_Found]:
+    found = []
+    header = log.header
+    for lack in lacks:
+        slot = unpack_slot(
+            source.slot(lack.begin >> log.bits), header.store_id, header.segment_bytes
+        )
+        if slot is None:
+            continue
+        at = lack.begin + (SLOT_BYTES if lack.is_segment else 0)
+        pieces = []
+        while at < lack.end:
+            data = source.read(at, lack.end - at)
+            if not data:
+                break
+            pieces.append(data)
+            at += len(data)
+        if lack.is_segment or at == lack.end:
+            found.append(_Found(lack, slot, b"".join(pieces)))
+    return found
+
+
+def _heal_some(engine: Engine, found: list[_Found]) -> list[int]:
+    if not found:
+        return []
+    healed = engine.execute(lambda session: _write(session.log, found))
+    if healed:
+        engine.sync_file()
+    return healed
+
+
+def _write(log: Log, found: list[_Found]) -> list[int]:
+    """Put what was found in its place; the caller holds the write lock."""
+    healed = []
+    written: list[tuple[_Lack, bytes, int]] = []
+    for lack, slot, data in found:
+        if lack.is_segment:
+            if _write_segment(log, slot, data):
+                healed.append(lack.begin)
+            continue
+        try:
+            shift, salt = log.place(lack.begin >> log.bits)
+        except (LookupError, CorruptError):
+            continue
+        if salt == slot.salt:
+            before = _files.read_at(log.fd, lack.end - lack.begin, lack.begin + shift)
+            if before != data:
+                _files.write_at(log.fd, [data], lack.begin + shift)
+                written.append((lack, before, shift))
+    # After all of it was written: a frame may go over several of these places.
+    for lack, before, shift in written:
+        left = unreadable(log, lack.begin, _end_of_segment(log, lack.begin))
+        if any(lack.begin <= place < lack.end for place, _, _ in left):
+            _files.write_at(log.fd, [before], lack.begin + shift)  # no better there
+        else:
+            healed.append(lack.begin)
+    return healed
+
+
+def _write_segment(log: Log, slot: SlotHeader, data: bytes) -> bool:
+    """Give a segment that can't be found a slot again: its own, where that is still recognised by
+    what is in it, else another with the copy's bytes.
+    """
+    segment = slot.segment
+    words = log.state.words
+    if not words[HEAD] <= segment <= words[LAST] or _has_slot(log, segment):
+        return False
+    following = segment + 1
+    if following <= words[LAST] and _has_slot(log, following):
+        header = log.read_slot(log.slot_of(following))
+        if header is None or header.prev_salt != slot.salt:
+            return False  # another life of it
+    place = _find_slot(log, slot)
+    if place is None:
+        try:
+            place = log.take_slot(spare=True)
+        except DiskFullError:
+            return False
+        # Not taken for zeroed by anybody, should we die here.
+        log.state.slots[place] = FREE | SAFE
+        log.taken.discard(place)
+        _files.write_at(log.fd, [data], log.slot_position(place) + SLOT_BYTES)
+    packed = pack_slot(slot, log.header.store_id)
+    position = log.slot_position(place)
+    _files.write_at(log.fd, [packed], position + log.segment_bytes - SLOT_BYTES)
+    _files.write_at(log.fd, [packed], position)
+    log.state.slots[place] = segment + 1
+    log.forget()
+    log.count_spares()
+    return True
+
+
+def _find_slot(log: Log, header: SlotHeader) -> int | None:
+    """The slot whose headers were lost: it begins with a valid part of this life."""
+    begin = (header.segment << log.bits) + SLOT_BYTES
+    for slot, entry in enumerate(log.table()):
+        if entry != header.segment + 1 and (not entry & FREE or entry & ZEROED):
+            continue
+        data = _files.read_at(
+            log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
+        )
+        crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
+        part = data[4 : PART_BYTES + length]
+        if entry == header.segment + 1 or (
+            0 < length <= len(data) - PART_BYTES and part_checksum(part, header.salt, begin) == crc
+        ):
+            return slot
+    return None
