@@ -191,18 +191,23 @@ class Found:
             msg.ack(result=["drained", msg.delivery_count])
 
 
-def check(path: Path, ledger: Ledger, options: dict[str, Any], where: str) -> dict[str, int]:
-    """Hold the file at `path` against the ledger. Returns a few numbers, or raises `Violation`."""
+def check(
+    path: Path, ledger: Ledger, options: dict[str, Any], where: str, *, forgets: bool = False
+) -> dict[str, int]:
+    """Hold the file at `path` against the ledger. Returns a few numbers, or raises `Violation`.
+
+    `forgets`: deliveries that nobody settled may be missing, as in a copy whose primary is lost.
+    """
     try:
         history = History(ledger)
-        return _check(path, history, options)
+        return _check(path, history, options, forgets)
     except Violation as violation:
         raise Violation(f"{where}: {violation}") from None
     except Exception as error:
         raise Violation(f"{where}: {traceback.format_exc()}") from error
 
 
-def _check(path: Path, h: History, options: dict[str, Any]) -> dict[str, int]:
+def _check(path: Path, h: History, options: dict[str, Any], forgets: bool) -> dict[str, int]:
     time.sleep(0.02)  # What waits after a nack is due by now, and takes its old place.
     found = Found(path, options)
     kept = options.get("retention", 3600) > 0
@@ -221,15 +226,18 @@ def _check(path: Path, h: History, options: dict[str, Any]) -> dict[str, int]:
     for token, letter in letters.items():
         h.id_of.setdefault(token, letter.id)
         _require(h.id_of[token] == letter.id, f"letter {token} has another id")
-    _check_each(h, come, letters, kept)
-    _check_whole(h, come, letters)
+    if forgets:
+        # What was only handed out counts for nothing here.
+        h.got = defaultdict(list, {token: [] for token in h.got})
+    _check_each(h, come, letters, kept, forgets)
+    _check_whole(h, come, letters, forgets)
     _check_order(h, found, come)
     _check_states(path, h, come, letters, kept, found)
     _check_afterwards(path)
     return {"drained": len(found.drained), "letters": len(letters), "known": len(h.id_of)}
 
 
-def _check_each(h: History, come: Any, letters: Any, kept: bool) -> None:
+def _check_each(h: History, come: Any, letters: Any, kept: bool, forgets: bool) -> None:
     for token in set(h.got) | set(come) | set(letters) | set(h.put):
         task = h.id_of[token]
         freed = not kept or task in h.cancelled or task in h.cancel_doubt
@@ -252,7 +260,7 @@ def _check_each(h: History, come: Any, letters: Any, kept: bool) -> None:
         for d in in_order:
             _require(d[1] + d[2] < d[0], f"{token}: counters disagree: {in_order}")
         if task in h.acked:
-            late = [c for c in counts if c > h.acked[task]]
+            late = [c for c in counts if c > h.acked[task] or forgets]
             _require(not late, f"{token} was acknowledged at {h.acked[task]} and came again {late}")
             _require(token not in letters, f"{token} was acknowledged and is a dead letter")
         if task in h.failed and not h.redrives:
@@ -275,7 +283,7 @@ def _check_each(h: History, come: Any, letters: Any, kept: bool) -> None:
             _require(excused, f"{token} was put, never settled, and is lost")
 
 
-def _check_whole(h: History, come: Any, letters: Any) -> None:
+def _check_whole(h: History, come: Any, letters: Any, forgets: bool) -> None:
     def seen(token: str) -> bool:
         return token in h.got or token in come or token in letters
 
@@ -285,9 +293,9 @@ def _check_whole(h: History, come: Any, letters: Any) -> None:
             _require(all(there) or not any(there), f"batch {tokens} is there in part: {there}")
     for task, delivery, tokens, confirmed in h.transactions:
         token = next((t for t, i in h.id_of.items() if i == task), None)
-        later = [d[0] for d in h.got.get(token, []) + come.get(token, []) if d[0] > delivery] + (
-            [0] if token in letters else []
-        )
+        later = [
+            d[0] for d in h.got.get(token, []) + come.get(token, []) if d[0] > delivery or forgets
+        ] + ([0] if token in letters else [])
         there = [seen(t) for t in tokens]
         if confirmed:
             _require(all(there), f"transaction of {task}: its puts {tokens} are not all there")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.crash import rounds
+from tests.crash import copies, rounds
 from tests.crash.ledger import SCRATCH
 
 pytestmark = pytest.mark.crash
@@ -62,6 +62,54 @@ def test_stopped_at_a_line_nothing_promised_is_broken(tmp_path):
             scratch=SCRATCH[1:][n % 3],
             retention=(3600, 0)[n % 2],
         )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_is_killed_the_copy_has_what_was_promised(tmp_path, seed):
+    """Producers, consumers and receivers killed at random; then the primary is lost or fenced."""
+    numbers = copies.copy_round(tmp_path / "round", f"ci {seed}", seconds=1.5)
+    assert numbers["events"] > 0
+    assert numbers["receivers"] > 1
+
+
+def test_a_receiver_stopped_at_a_storage_call_spoils_nothing(tmp_path):
+    """Stopped before, in or after a call while puts wait for it: every promise holds."""
+    total = copies.receiver_stop_round(tmp_path / "count", 0, "count")
+    assert total > 50
+    rng = random.Random("receiver")
+    for n in range(8):
+        copies.receiver_stop_round(
+            tmp_path / f"stop {n}",
+            rng.randrange(1, total + 1),
+            rng.choice(("before", "half", "after")),
+            retention=(3600, 0)[n % 2],
+        )
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["feeds", "does not feed"])
+def test_stopped_at_a_storage_call_with_a_replica_nothing_promised_is_broken(tmp_path, existing):
+    """The process that feeds, and one that does not: another goes on, and the copy has it all."""
+    total = copies.feeder_stop_round(tmp_path / "count", "calls", 0, "count", existing=existing)
+    assert total > 50
+    rng = random.Random(f"feeder {existing}")
+    for n in range(6):
+        copies.feeder_stop_round(
+            tmp_path / f"stop {n}",
+            "calls",
+            rng.randrange(1, total + 1),
+            rng.choice(("before", "half", "after")),
+            existing=existing,
+            retention=(3600, 0)[n % 2],
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "half", "after"])
+def test_a_receiver_stopped_at_every_storage_call(tmp_path, moment):
+    """The same for every call."""
+    total = copies.receiver_stop_round(tmp_path / "count", 0, "count")
+    for at in range(1, total + 1):
+        copies.receiver_stop_round(tmp_path / f"stop {at}", at, moment, retention=(3600, 0)[at % 2])
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ that a message is known again whatever id it has.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -293,6 +294,7 @@ def child(
 ) -> None:
     """The main function of a child process. `stop` says where it kills itself, if anywhere."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logging.getLogger("weclaw_embedded").setLevel(logging.CRITICAL)  # torn tails are wanted
     say = Reporter(pipe).say
     counter = None
     if stop is not None:
