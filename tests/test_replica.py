@@ -140,6 +140,14 @@ def test_a_copy_too_far_behind_is_made_anew(
     same(path, copy)
 
 
+def _impatient(open_queue: Callable[..., Any], copy: Path, timeout: float = 0.5) -> Any:
+    """A queue with one message whose replica is there, and is waited for only shortly from now."""
+    q = open_queue(replica=copy, replica_timeout=60.0)
+    q.put("first")
+    open_queue(replica_timeout=timeout)
+    return q
+
+
 # -- waiting for it --------------------------------------------------------------------------------
 
 
@@ -147,8 +155,7 @@ def test_a_put_that_waits_too_long_is_taken_back(
     open_queue: Callable[..., Any], path: Path, copy: Path
 ) -> None:
     """It raises, is delivered to nobody, and what is put later is unharmed."""
-    q = open_queue(replica=copy, replica_timeout=0.5)
-    q.put("first")
+    q = _impatient(open_queue, copy)
     pid = send_signal(copy, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(weclaw.ReplicaUnavailableError, match="taken back"):
@@ -170,7 +177,7 @@ def test_a_put_that_waits_too_long_is_taken_back(
     assert [q.get(timeout=5).body, q.get(timeout=5).body] == ["again", "mine now"]
     with pytest.raises(weclaw.Empty):
         q.get(block=False)
-    q.close()
+    level(q)
     same(path, copy)
 
 
@@ -240,8 +247,7 @@ def test_a_task_is_told_when_its_put_was_taken_back(
     open_queue: Callable[..., Any], copy: Path
 ) -> None:
     """An asynchronous put raises, and its message is delivered to nobody."""
-    q = open_queue(replica=copy, replica_timeout=0.5)
-    q.put("first")
+    q = _impatient(open_queue, copy)
     send_signal(copy, signal.SIGSTOP)
 
     async def put() -> None:
@@ -749,8 +755,7 @@ def test_no_synchronous_put_returns_after_a_promotion(
     open_queue: Callable[..., Any], path: Path, copy: Path
 ) -> None:
     """Whatever the old primary is told afterwards, it is no success."""
-    q = open_queue(replica=copy, replica_timeout=1.0)
-    q.put(1)
+    q = _impatient(open_queue, copy)
     away = copy.with_name("away.wq")
     os.rename(copy, away)
     kill_receiver(copy)
@@ -760,7 +765,7 @@ def test_no_synchronous_put_returns_after_a_promotion(
     with pytest.raises(weclaw.SendFailedError):
         q.put(2)
     with weclaw.Queue(copy) as new:
-        assert [msg.body for msg in new.peek(5)] == [1]
+        assert [msg.body for msg in new.peek(5)] == ["first"]
 
 
 def test_only_a_copy_is_promoted(path: Path, copy: Path) -> None:
@@ -904,8 +909,7 @@ def test_a_put_of_the_same_id_waits_for_the_replica_too(
     open_queue: Callable[..., Any], copy: Path
 ) -> None:
     """What somebody else put under the id may be taken back yet."""
-    q = open_queue(replica=copy, replica_timeout=1.0)
-    q.put(0)
+    q = _impatient(open_queue, copy, 1.0)
     pid = send_signal(copy, signal.SIGSTOP)
     errors: list[BaseException] = []
 
