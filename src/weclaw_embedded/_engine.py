@@ -28,9 +28,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from typing_extensions import ParamSpec
+from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files, _records
 from ._durability import Durability, poll_of
@@ -48,7 +48,7 @@ from ._opening import (
     write_clean_mark,
 )
 from ._options import DEFAULTS, StoreOptions
-from ._session import ALL, Job, Session
+from ._session import ALL, Job, Record, Session
 from ._shared import (
     CLEAN_AT,
     DEAD_SEQ,
@@ -81,7 +81,7 @@ from .errors import (
 from .wal import COMMIT, HEAD, LAST, SPARES, TAIL, WRITING, Log
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -148,8 +148,9 @@ class Engine(Folding, Durability, FileOptions):
         self._flush_due = False
         self._unsynced = 0
         # What this process wrote last, from one offset to another, and is not in the index yet.
-        self._written: list[tuple[int, int, bytes]] = []
+        self._written: list[tuple[int, int, Record]] = []
         self._written_from = self._written_to = -1
+        self.folded_to = self._tail_seen = 0
         self._next_probe = 0
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
@@ -178,12 +179,7 @@ class Engine(Folding, Durability, FileOptions):
 
     # -- sessions ------------------------------------------------------------------------------
 
-    def execute(
-        self,
-        operation: Callable[Concatenate[Session, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    def execute(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """Run `operation(session, …)` under the write lock and make it as durable as it asks.
 
         Blocks for the lock, and for a sync when the operation set `must_sync`. Raises what the
@@ -191,25 +187,20 @@ class Engine(Folding, Durability, FileOptions):
         before anything is refused.
         """
         try:
-            return self.turn(operation, *args, **kwargs)
+            return self.turn(operation, *args)
         except DiskFullError:
             if not self.make_room():
                 raise
-            return self.turn(operation, *args, **kwargs)
+            return self.turn(operation, *args)
 
-    def turn(
-        self,
-        operation: Callable[Concatenate[Session, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    def turn(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """`execute`, once, with the space there is."""
         with self._lock:
             try:
                 _files.lock(self.fd, WRITE, True)
                 session = self._begin()
                 try:
-                    result = operation(session, *args, **kwargs)
+                    result = operation(session, *args)
                     session.finish()
                 except BaseException:
                     session.abort()

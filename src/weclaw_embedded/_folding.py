@@ -3,17 +3,21 @@
 Role: the part of the engine that folds frames into the index. The caller holds the write lock and
 has a transaction open; it is never behind the log's head, because space is given back only after
 the index has what stood there, and one that is all the same is emptied and folded anew.
+
+Whoever only puts needs no index, and leaves the folding to whoever looks next. So that this one
+does not find too much, what is left is folded soon after the writing has become less, and in any
+case once it is `_MOST_LEFT_BYTES`; in parts, so that nobody waits long for the lock.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from . import _records
-from ._index import Index, Tx
-from ._session import Record
+from ._index import Index, IndexFullError, Tx
+from ._session import Record, Session
 from ._shared import SharedPage
 from .errors import CorruptError
 from .wal import TAIL, Frame, Log, Recovery
@@ -25,6 +29,9 @@ _MOST_REMEMBERED: Final = 64
 _LARGEST_REMEMBERED: Final = 65536
 # Bytes of the log that are folded in one transaction of the index.
 _FOLD_BYTES: Final = 256 << 20
+# How far the index may be behind, and in what parts it then follows.
+_MOST_LEFT_BYTES: Final = 256 << 20
+_PART_BYTES: Final = 2 << 20
 
 
 class _Last:
@@ -51,9 +58,14 @@ class Folding:
     log: Log
     index: Index
     # What this process wrote last, from one offset to another, and is not in the index yet.
-    _written: list[tuple[int, int, bytes]]
+    _written: list[tuple[int, int, Record]]
     _written_from: int
     _written_to: int
+    # Up to here the index is known to be level; others may have brought it further.
+    folded_to: int
+    turn: Callable[..., Any]
+    closed: bool
+    _tail_seen: int
 
     def catch_up(self, tx: Tx) -> None:
         """Apply everything written and not yet applied. The caller holds the write lock."""
@@ -67,7 +79,7 @@ class Folding:
         elif applied == self._written_from and tail == self._written_to:
             # All that is new is our own: no need to read it back.
             for offset, time_us, record in self._written:
-                tx.apply(offset, time_us, record)
+                tx.apply(offset, time_us, record[0] if len(record) == 1 else b"".join(record))
         elif applied < tail:
             last = _Last(tail)
             frames = self.log.frames(applied, tail, on_damage=self._damage_noter(tx))
@@ -75,23 +87,59 @@ class Folding:
             if last.end == tail:
                 self.log.remember_last(tail, last.offset)
 
+    def fold_behind(self, *, busy: bool) -> None:
+        """Fold what nobody has looked at yet: one part when it is a lot, all of it when not much
+        was written since the last call. Takes the write lock anew for each part.
+        """
+        words = self.page.words
+        tail = words[TAIL]
+        calm = not busy and tail - self._tail_seen < _PART_BYTES
+        if not busy:
+            self._tail_seen = tail
+        most_bytes = _PART_BYTES if calm else _MOST_LEFT_BYTES
+        while not self.closed and words[TAIL] - self.folded_to > most_bytes:
+            before = self.folded_to
+            self.turn(self._fold_part)
+            if busy or self.folded_to == before:
+                return
+
+    def _fold_part(self, session: Session) -> None:
+        """Bring the index a part nearer to the log's tail, if there is room for it."""
+        tx = self.index.write()
+        try:
+            applied = tx.applied
+            tail = self.page.words[TAIL]
+            last = _Last(applied + _PART_BYTES)
+            if self.log.head_offset < applied < tail - _PART_BYTES:
+                frames = self.log.frames(applied, tail, on_damage=self._damage_noter(tx))
+                tx.apply_many(last.until_enough(frames))
+            if last.end:
+                tx.commit(last.end, self.log.checksum(last.offset), last.offset)
+                self.folded_to = last.end
+                return
+        except IndexFullError as error:
+            logger.debug("index not written, the log is ahead of it: %s", error)
+            return
+        except BaseException:
+            tx.abort()
+            raise
+        tx.abort()
+        session.tx  # noqa: B018  the little that is left, or all of it anew
+
     def remember_written(
         self, start: int, time_us: int, appended: Sequence[tuple[int, Record]]
     ) -> None:
         """Keep a little of what this process wrote and the index does not have yet."""
-        if len(appended) > _MOST_REMEMBERED:
+        tail = self.page.words[TAIL]
+        if len(appended) > _MOST_REMEMBERED or tail - start > _LARGEST_REMEMBERED:
             self._written_to = -1
             return
         if start != self._written_to or len(self._written) >= _MOST_REMEMBERED:
             self._written = []
             self._written_from = start
-        self._written_to = self.page.words[TAIL]
+        self._written_to = tail
         for offset, record in appended:
-            whole = bytes(record[0]) if len(record) == 1 else b"".join(record)
-            if len(whole) > _LARGEST_REMEMBERED:
-                self._written_to = -1
-                return
-            self._written.append((offset, time_us, whole))
+            self._written.append((offset, time_us, record))
 
     def fold_all(self, tx: Tx) -> None:
         """Apply the whole log, beginning with what a checkpoint knows of the time before what is

@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, TypeVar
+from typing import Any, TypeVar
 
-from typing_extensions import ParamSpec
+from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files
 from ._engine import Engine
@@ -32,7 +32,7 @@ from .errors import ClosedError, StorageError
 from .wal import TAIL, Log, LogState
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 _WORDS = 512
 LOOK_AGAIN_S = 0.25
 
@@ -126,12 +126,7 @@ class ReadonlyEngine(Engine):
         self.effective = {}
         self.options_seen = -1
 
-    def execute(
-        self,
-        operation: Callable[Concatenate[Session, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    def execute(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """Run `operation` on what the file says now, and drop what it judged."""
         with self._lock:
             if self.closed:
@@ -140,7 +135,7 @@ class ReadonlyEngine(Engine):
             session = _Session(self)
             session._tx = self.index.write()
             try:
-                return operation(session, *args, **kwargs)
+                return operation(session, *args)
             finally:
                 session._tx.abort()
                 session._tx = None

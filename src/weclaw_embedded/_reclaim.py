@@ -56,11 +56,11 @@ def step(session: Session, force: bool) -> float | None:
         return None
     start = segment << log.bits
     end = log.frames_end(segment) or (segment + 1) << log.bits
-    tx = session.tx
     if not force:
-        wait_s = _retained_s(session, tx, segment, end)
+        wait_s = _retained_s(session, segment, end)
         if wait_s != 0.0:
             return wait_s
+    tx = session.tx
     live = tx.live_in(start, (segment + 1) << log.bits)
     if live and tx.has_ready(start, (segment + 1) << log.bits):
         # What will be taken soon is not worth carrying; what nobody takes is.
@@ -85,9 +85,10 @@ def step(session: Session, force: bool) -> float | None:
     return 0.0
 
 
-def _retained_s(session: Session, tx: Tx, segment: int, end: int) -> float | None:
+def _retained_s(session: Session, segment: int, end: int) -> float | None:
     """How long retention still wants the settled messages of the segment: 0.0 no more, None as
-    long as there is room.
+    long as there is room. The index is asked only when it matters how much still lives: whoever
+    only puts would have to fold each segment for it.
     """
     age_s, size_bytes = session.option("retention"), session.option("retention_bytes")
     left_s = None
@@ -96,7 +97,9 @@ def _retained_s(session: Session, tx: Tx, segment: int, end: int) -> float | Non
     if left_s == 0.0 or size_bytes is None:
         return left_s
     kept_after = session.log.pending_tail - end
-    return left_s if kept_after <= size_bytes + tx.live_bytes() else 0.0
+    if kept_after <= size_bytes or kept_after <= size_bytes + session.tx.live_bytes():
+        return left_s
+    return 0.0
 
 
 def _getting_on_s(session: Session, tx: Tx, end: int) -> float:
@@ -155,8 +158,8 @@ def _carries(
 
 
 def maintain(engine: Engine, *, busy: bool = False) -> float | None:
-    """Free what can be freed and give space back, a bounded amount. Returns the seconds after
-    which another call is worth it; None when that is no matter of time.
+    """Free what can be freed, give space back, and have the index follow, a bounded amount.
+    Returns the seconds after which another call is worth it; None when that is no matter of time.
     """
     wait_s: float | None = 0.0
     freed = 0
@@ -169,6 +172,7 @@ def maintain(engine: Engine, *, busy: bool = False) -> float | None:
     if engine.turn(_trim, keep):
         _make_reusable(engine)
         engine.turn(_trim, keep)
+    engine.fold_behind(busy=busy)
     return None if wait_s is None else max(wait_s, UPKEEP_S)
 
 

@@ -36,39 +36,25 @@ Record = Sequence[bytes | memoryview]
 class Session:
     """One turn under the write lock. Operations get it as their first argument."""
 
-    __slots__ = (
-        "_appended",
-        "_applied",
-        "_sync_from",
-        "_tx",
-        "after_write",
-        "engine",
-        "imagined",
-        "log",
-        "must_sync",
-        "now_us",
-        "page",
-        "ready",
-        "settled",
-    )
+    # The defaults stand in the class: a session is made for each turn.
     may_write = True
     sync_from = SYNC  # what is promised this or more is waited for
     replicated = False  # and for the replica too
+    ready = 0  # topics whose getters may find something now
+    settled = 0  # topics whose putters, joiners and result waiters may
+    must_sync = False
+    imagined = False  # what is done to the index is dropped; see `imagine`
+    _tx: Tx | None = None
+    _applied = 0
+    _sync_from = 0
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.log = engine.log
         self.page = engine.page
         self.now_us = _clock.boottime_us() + engine.shift
-        self.ready = 0  # topics whose getters may find something now
-        self.settled = 0  # topics whose putters, joiners and result waiters may
-        self.must_sync = False
         self.after_write: list[Callable[[], None]] = []
-        self._tx: Tx | None = None
         self._appended: list[tuple[int, Record]] = []
-        self._applied = 0
-        self._sync_from = 0
-        self.imagined = False
 
     @property
     def tx(self) -> Tx:
@@ -145,7 +131,9 @@ class Session:
         """Commit what the index learned; False when there was no room for it."""
         try:
             frame, checksum = self.log.last_frame
-            tx.commit(self.page.words[TAIL], checksum, frame)
+            tail = self.page.words[TAIL]
+            tx.commit(tail, checksum, frame)
+            self.engine.folded_to = tail
         except IndexFullError as error:
             # The log has it all. Whoever looks next applies it again.
             logger.debug("index not written, the log is ahead of it: %s", error)
