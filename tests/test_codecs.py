@@ -18,10 +18,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weclaw_embedded import _codecs, _values
-from weclaw_embedded._codecs import check_codec, decode, encode, pack_value, unpack_value
+from weclaw_embedded._codecs import check_codec, decode, encoder, pack_value, unpack_value
 from weclaw_embedded.errors import SerializationError
 
 UTC = timezone.utc
+
+
+def encode(codec: Any, body: Any) -> tuple[int, str | None, bytes]:
+    number, name, to_bytes = encoder(codec)
+    return number, name, to_bytes(body)
 
 
 def there_and_back(body: Any, codec: Any = "msgpack") -> Any:

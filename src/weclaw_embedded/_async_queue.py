@@ -132,10 +132,10 @@ class AsyncQueue:
         """
         queue = self._queue
         messages = [queue._encode(body, id, key, priority, delay, eta, ttl, headers)]
-        if not block or timeout is not None or queue._store.readonly:
+        if not block or timeout is not None:
             return (await self._put(messages, block, timeout))[0]
         # The same as `_put` and `Io.wait`, written out: the way of most puts.
-        engine = queue._engine
+        engine = queue._writable()
         _putting.check_size(messages, engine.option("max_message_bytes"))
         io = engine.io or io_of(engine)
         call = PutCall(asyncio.get_running_loop(), queue, messages, None, queue.maxsize)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Protocol, runtime_checkable
 
 from weclaw_embedded._values import (
@@ -39,7 +41,7 @@ __all__ = [
     "check_codec",
     "codec_name",
     "decode",
-    "encode",
+    "encoder",
     "pack_value",
     "unpack_value",
 ]
@@ -103,30 +105,27 @@ def codec_name(codec: Codec) -> str:
     return name
 
 
-def encode(codec: AnyCodec, body: Any) -> tuple[int, str | None, bytes]:
-    """Encode a body: (number of the codec, its name if it is the user's own, the bytes).
+def encoder(codec: AnyCodec) -> tuple[int, str | None, Callable[[Any], bytes]]:
+    """How a handle encodes bodies: (number of the codec, its name if it is the user's own, what
+    makes bytes of a body).
 
-    Raises SerializationError, which says what can't be written and where in the body it is.
+    That raises SerializationError, which says what can't be written and where in the body it is.
     """
     if codec == "msgpack":
-        return CODEC_MSGPACK, None, pack_value(body)
+        return CODEC_MSGPACK, None, pack_value
     if codec == "json":
-        return CODEC_JSON, None, _encode_json(body)
+        return CODEC_JSON, None, _encode_json
     if codec == "raw":
-        if not isinstance(body, bytes):
-            raise SerializationError(
-                f"codec 'raw' takes bytes, not {type_name(body)}; nothing was written"
-            )
-        return CODEC_RAW, None, b"".join((body,))
+        return CODEC_RAW, None, _encode_raw
     if codec == "pickle":
-        return CODEC_PICKLE, None, _encode_pickle(body)
+        return CODEC_PICKLE, None, _encode_pickle
     if isinstance(codec, str):
         raise ValueError(f"codec={codec!r} is not known")
-    return CODEC_OTHER, codec_name(codec), _encode_other(codec, body)
+    return CODEC_OTHER, codec_name(codec), partial(_encode_other, codec)
 
 
 def decode(number: int, name: str | None, data: bytes | memoryview, *, codec: AnyCodec) -> Any:
-    """Decode what `encode` made, for a handle opened with `codec`.
+    """Decode what an `encoder` made, for a handle opened with `codec`.
 
     Raises SerializationError for bytes that can't be decoded, and for pickle and codecs of the
     user's own when the handle wasn't opened with them.
@@ -199,6 +198,14 @@ def _decode_json(data: bytes | memoryview) -> Any:
             f"the bytes can't be read as JSON ({words(error)}); the message is as it was; "
             "settle it (fail sets it aside), or read it with what wrote it"
         ) from error
+
+
+def _encode_raw(body: Any) -> bytes:
+    if not isinstance(body, bytes):
+        raise SerializationError(
+            f"codec 'raw' takes bytes, not {type_name(body)}; nothing was written"
+        )
+    return b"".join((body,))
 
 
 # Code that isn't ours may raise anything; whatever it is, it is the body that can't be encoded.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 
 from . import _clock, _records
 from ._engine import Engine
@@ -38,20 +38,37 @@ class Address:
     start: str | int = "earliest"  # where the group begins if it does not exist
 
 
-@dataclass(slots=True)
-class Encoded:
-    """A message ready to be put: everything but what only the lock can tell (offset, time)."""
+class Terms:
+    """What is said of a message besides its body. Messages of one handle of which nothing is said
+    but how their bodies are written share one.
+    """
 
-    codec: int
-    codec_name: str | None
-    body: bytes
-    priority: int = 0
-    key: str | None = None
-    id: str | None = None
-    delay_us: int = 0
-    ttl_us: int | None = None
-    headers: bytes | None = None
-    plain: bool = False  # nothing is said besides the body and the priority
+    __slots__ = (
+        "codec",
+        "codec_name",
+        "delay_us",
+        "headers",
+        "id",
+        "key",
+        "plain",
+        "priority",
+        "ttl_us",
+    )
+
+    def __init__(self, codec: int, codec_name: str | None) -> None:
+        self.codec = codec
+        self.codec_name = codec_name
+        self.plain = codec_name is None  # a PUT of it has no meta
+        self.priority = 0
+        self.key: str | None = None
+        self.id: str | None = None
+        self.delay_us = 0
+        self.ttl_us: int | None = None
+        self.headers: bytes | None = None
+
+
+# A message ready to be put: everything but what only the lock can tell (offset, time).
+Encoded: TypeAlias = tuple[bytes, Terms]
 
 
 class Lease:

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import re
 import secrets
@@ -546,16 +547,11 @@ _OFD = sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK") and struct.calc
 _F_OFD_GETLK, _F_OFD_SETLK, _F_OFD_SETLKW = 36, 37, 38
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid (must be 0)
 _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
-_requests: dict[tuple[int, int], bytes] = {}
 
 
+@functools.lru_cache(maxsize=1024)
 def _request(kind: int, start: int) -> bytes:
-    request = _requests.get((kind, start))
-    if request is None:
-        if len(_requests) > 1024:
-            _requests.clear()
-        request = _requests[kind, start] = _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0)
-    return request
+    return _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0)
 
 
 def try_lock(fd: int, start: int, exclusive: bool) -> bool:

@@ -96,10 +96,11 @@ class Io:
         self._bell.acquire()
         self._asleep = False
         self._role = threading.Lock()
-        self._lock = threading.Lock()  # guards the next four
+        self._lock = threading.Lock()  # guards the next six
         self._threads: list[threading.Thread] = []
         self._syncing = False
-        self._to_sync: list[Call] = []
+        self._to_sync: list[Call] = []  # answered after the next sync
+        self._to_retry: list[Call] = []  # tried again after it
         self._sync_until = 0
         self._closed = False
         self._ready = Waiter(READY_BYTE, self._on_ready)
@@ -220,40 +221,34 @@ class Io:
                         self._fail(list(owner.calls if isinstance(owner, Takes) else owner), error)
                     self._fail_all(error)
             with self._lock:
-                if self._to_sync and not self._syncing:
+                if self._wants_sync() and not self._syncing:
                     self._syncing = True
                     return True
             if closed:
                 return False
 
+    def _wants_sync(self) -> bool:
+        return bool(self._to_sync or self._to_retry)
+
     def _sync(self) -> None:
         """Sync for everybody who waits for it, if that is this thread's part."""
         while True:
             with self._lock:
-                if not self._to_sync:
+                if not self._wants_sync():
                     self._syncing = False
                     return
                 calls, self._to_sync = self._to_sync, []
+                again, self._to_retry = self._to_retry, []
                 until = self._sync_until
-            error: BaseException | None = None
             try:
                 self._engine.durable(until)
                 if self._engine.replicates:
                     calls = self._confirm(calls, until)
             except Exception as failed:  # noqa: BLE001  told to everybody who waits
-                error = failed
-            again = []
-            answers = []
-            for call in calls:
-                if isinstance(call, SyncCall) and call.again is not None:
-                    call = call.again
-                    if error is None:
-                        again.append(call)
-                        continue
-                if error is not None:
-                    call.error = error
-                answers.append(call)
-            self._answer(answers)
+                calls, again = calls + again, []
+                for call in calls:
+                    call.error = failed
+            self._answer(calls)
             for call in again:
                 self.submit(call)
 
@@ -340,9 +335,8 @@ class Io:
             if call.cancelled:
                 continue
             if isinstance(call, PutCall):
-                for message in call.messages:
-                    n_bytes += len(message.body)
-                if call.is_plain():
+                n_bytes += call.n_bytes
+                if not call.alone:
                     queue = call.queue
                     if queue is last:
                         merged.append(call)
@@ -543,7 +537,7 @@ class Io:
             if behind:
                 # Something may be there that only waits for a sync.
                 with self._lock:
-                    self._to_sync.append(SyncCall(None, tail, call))
+                    self._to_retry.append(call)
                     self._sync_until = max(self._sync_until, tail)
             else:
                 call.over = True
@@ -646,13 +640,14 @@ class Io:
 
     def _answer(self, calls: Sequence[Call]) -> None:
         """One call into each loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[Call]] = {}
-        for call in calls:
-            if call.loop is not None:
-                by_loop.setdefault(call.loop, []).append(call)
-            elif call.error is not None and not isinstance(call.error, ClosedError):
-                logger.debug("%s: %s", self._engine.path, call.error)
-        for loop, some in by_loop.items():
+        loops = {call.loop for call in calls}
+        for loop in loops:
+            some = calls if len(loops) == 1 else [call for call in calls if call.loop is loop]
+            if loop is None:
+                for call in some:
+                    if call.error is not None and not isinstance(call.error, ClosedError):
+                        logger.debug("%s: %s", self._engine.path, call.error)
+                continue
             try:
                 loop.call_soon_threadsafe(_set_results, some)
             except RuntimeError:  # the loop is closed
@@ -696,7 +691,7 @@ class Io:
                 thread.join()
 
 
-def _set_results(calls: list[Call]) -> None:
+def _set_results(calls: Sequence[Call]) -> None:
     """On the loop: answer the tasks. One that was cancelled meanwhile gives back what it got."""
     for call in calls:
         future = call.future

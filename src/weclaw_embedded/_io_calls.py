@@ -121,6 +121,7 @@ class PutCall(Op):
     """A put: several that have no condition of their own become one frame."""
 
     queue: Queue
+    n_bytes = 0
 
     def __init__(
         self,
@@ -136,15 +137,12 @@ class PutCall(Op):
         self.queue = self.room = queue
         self.messages = messages
         self.maxsize = maxsize
-
-    def is_plain(self) -> bool:
-        """Whether it may become one with others."""
-        if self.maxsize > 0 or self.alone:
-            return False
-        messages = self.messages
-        if len(messages) == 1:
-            return messages[0].id is None
-        return all(message.id is None for message in messages)
+        if maxsize > 0:
+            self.alone = True
+        for body, terms in messages:
+            self.n_bytes += len(body)
+            if terms.id is not None:
+                self.alone = True
 
     def attempt(self, session: Session, waiter: Waiter | None) -> list[str]:
         """Put, or raise NoRoom with the waiter registered. Under the write lock."""
@@ -176,12 +174,9 @@ class TakeCall(Call):
 class SyncCall(Call):
     """A wait for the disk: everything below `until`."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop | None, until: int, again: Call | None = None
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, until: int) -> None:
         super().__init__(loop, None)
         self.until = until
-        self.again = again  # to be tried again once that is synced
 
 
 class Takes:

@@ -383,7 +383,7 @@ class Transaction:
         queue = self._queue
         message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
         self._puts.append((queue._address_of(topic), message))
-        return message.id
+        return message[1].id
 
     def _open(self) -> None:
         if self._over:

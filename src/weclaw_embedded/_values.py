@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgpack
 
@@ -88,18 +88,18 @@ def pack_value(value: Any, what: str = "body") -> bytes:
     except IndexError:
         packer = _new_packer()
     try:
-        data = cast(bytes, packer.pack(value))
+        data: bytes = packer.pack(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _refusal(value, what, str(error)) from None
     # A packer keeps the memory of the largest value it has packed.
     if len(data) <= _KEPT_PACKER_BYTES:
         _packers.append(packer)
-    if (
-        type(value) is dict
-        and _KEYS.issuperset(map(type, value))
-        and _SCALARS.issuperset(map(type, value.values()))
-    ):
-        return data  # the usual task: a flat dict
+    if type(value) is dict:
+        for key, child in value.items():
+            if type(key) not in _KEYS or type(child) not in _SCALARS:
+                break
+        else:
+            return data  # the usual task: a dict of scalars
     if not _is_sound(value):
         raise _refusal(value, what, "it does not come back equal")
     return data

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _codecs, _delivery, _putting, _queries, _settling, _taking, _values
-from ._delivery import Address, Encoded, Lease, Taken, new_waiter
+from ._delivery import Address, Encoded, Lease, Taken, Terms, new_waiter
 from ._engine import Engine
 from ._message import Content, Message, Transaction, clip
 from ._options import (
@@ -177,6 +177,8 @@ class Queue:
         self.maxsize = options.maxsize
         self._visibility_s = options.visibility_timeout
         self._codec = store._options.codec
+        number, name, self._encode_body = _codecs.encoder(self._codec)
+        self._terms = Terms(number, name)
         self._policy = POLICIES[store._options.flush]
         self._consumer = store._consumer
         self._holder = Holder(store)
@@ -336,13 +338,13 @@ class Queue:
 
         Waits until all of them have room. Raises as `put` does.
         """
-        codec = self._codec
+        encode, terms = self._encode_body, self._terms
         messages = [
             self._encode(
                 one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl, one.headers
             )
             if isinstance(one, Put)
-            else _plain(codec, one)
+            else (encode(one), terms)
             for one in bodies
         ]
         if not messages:
@@ -361,31 +363,35 @@ class Queue:
         ttl: float | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> Encoded:
-        message = _plain(self._codec, body)
-        if id is not None:
-            message.id = _text("id", id, MAX_ID_BYTES)
-        if key is not None:
-            message.key = _text("key", key, MAX_KEY_BYTES)
-        if priority != 0 or type(priority) is not int:
-            message.priority = check_count("priority", priority, 0, 9)
-        if delay != 0:
-            message.delay_us = int(check_seconds("delay", delay) * 1e6)
-            message.plain = False
-        if eta is not None:
-            if message.delay_us:
-                raise ValueError("give either delay or eta; nothing was put")
-            message.delay_us = _until(eta)
-        if message.plain and not (
-            id is None and key is None and eta is None and ttl is None and headers is None
+        data = self._encode_body(body)
+        plain = self._terms
+        if (
+            (id is None and key is None and eta is None and ttl is None and headers is None)
+            and (delay == 0 and priority == 0)
+            and type(priority) is int
         ):
-            message.plain = False
+            return data, plain
+        terms = Terms(plain.codec, plain.codec_name)
+        terms.plain = False
+        if id is not None:
+            terms.id = _text("id", id, MAX_ID_BYTES)
+        if key is not None:
+            terms.key = _text("key", key, MAX_KEY_BYTES)
+        if priority != 0 or type(priority) is not int:
+            terms.priority = check_count("priority", priority, 0, 9)
+        if delay != 0:
+            terms.delay_us = int(check_seconds("delay", delay) * 1e6)
+        if eta is not None:
+            if terms.delay_us:
+                raise ValueError("give either delay or eta; nothing was put")
+            terms.delay_us = _until(eta)
         if ttl is not None:
-            message.ttl_us = int(check_seconds("ttl", ttl, positive=True) * 1e6)
+            terms.ttl_us = int(check_seconds("ttl", ttl, positive=True) * 1e6)
         if headers is not None:
             if not isinstance(headers, Mapping):
                 raise TypeError(f"headers must be a dict, not {headers!r}; nothing was put")
-            message.headers = _values.pack_value(dict(headers), "headers") if headers else None
-        return message
+            terms.headers = _values.pack_value(dict(headers), "headers") if headers else None
+        return data, terms
 
     def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
         engine = self._writable()
@@ -902,14 +908,6 @@ class Queue:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._closed = True
             self._store._drop()
-
-
-def _plain(codec: _codecs.AnyCodec, body: Any) -> Encoded:
-    """A body and nothing besides."""
-    number, name, data = _codecs.encode(codec, body)
-    message = Encoded(number, name, data)
-    message.plain = name is None
-    return message
 
 
 def _ignore(offset: int, reason: str) -> None:

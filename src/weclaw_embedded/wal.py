@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import TypeAlias
 from zlib import crc32
 
@@ -104,6 +105,7 @@ _MASK = 0xFFFFFFFF
 _JOIN_BYTES = 1 << 20  # up to here one copy is cheaper than handing over many buffers
 _SMALLEST_CUT = PART_BYTES + ENVELOPE_BYTES + 1
 _DOING, _UNDOING = 1, 2  # values of WRITING
+_NO_BYTES = "a frame needs records, and a record needs bytes"
 
 
 def read_file_header(fd: int, name: str = "the file") -> FileHeader:
@@ -253,10 +255,9 @@ class Log(Reading):
         self, records: Sequence[Record], policy: int, time_us: int, flags: int, spare: bool
     ) -> list[int]:
         """Append what isn't one small record: several, flagged ones, or more than fits here."""
-        lengths = [sum(map(len, pieces)) for pieces in records]
-        payload = sum(lengths) + ENVELOPE_BYTES * len(lengths)
-        if not lengths or min(lengths) == 0:
-            raise ValueError("a frame needs records, and a record needs bytes")
+        payload = sum(map(len, chain.from_iterable(records))) + ENVELOPE_BYTES * len(records)
+        if not payload:
+            raise ValueError(_NO_BYTES)
         if payload > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {payload} bytes; the limit is {MAX_FRAME_BYTES}")
         before = (
@@ -274,10 +275,10 @@ class Log(Reading):
                 if not worth_it or room < _SMALLEST_CUT:
                     self._begin_segment(time_us, spare)
             if payload + PART_BYTES <= self._limit - self._end and payload <= _JOIN_BYTES:
-                offsets = self._append_one_part(records, lengths, policy, time_us, flags)
+                offsets = self._append_one_part(records, payload, policy, time_us, flags)
             else:
                 layout = _Layout(self, policy, time_us, flags, spare)
-                offsets = layout.place(records, lengths)
+                offsets = layout.place(records)
                 self._last_pending = layout.first
         except BaseException:
             n_runs, n_buffers, n_begun, places, buffers = before
@@ -295,7 +296,7 @@ class Log(Reading):
     def _append_one_part(
         self,
         records: Sequence[Record],
-        lengths: Sequence[int],
+        payload: int,
         policy: int,
         time_us: int,
         flags: int,
@@ -305,23 +306,23 @@ class Log(Reading):
         commit = (
             max(self.state.words[COMMIT], offset) if flags & VOUCH else self.state.words[COMMIT]
         )
-        n = sum(lengths) + ENVELOPE_BYTES * len(lengths)
-        pieces: list[_files.Bytes] = [
-            PART.pack(0, n, commit << 8 | flags | policy << POLICY_SHIFT | WHOLE, time_us)[4:]
-        ]
-        pack = ENVELOPE.pack
-        offsets = []
-        at = PART_BYTES
-        for record, length in zip(records, lengths, strict=True):
-            offsets.append(offset + at)
-            pieces += (pack(length, at), *record)
-            at += ENVELOPE_BYTES + length
+        commit_flags = commit << 8 | flags | policy << POLICY_SHIFT | WHOLE
+        # In steps over all records, each of them one call: put_many lives here.
+        bodies = [*map(b"".join, records)]
+        lengths = [*map(len, bodies)]
+        if not all(lengths):
+            raise ValueError(_NO_BYTES)
+        places = [*accumulate(lengths, _next_place, initial=PART_BYTES)]
+        at = places.pop()
+        pieces = [PART.pack(0, payload, commit_flags, time_us)[4:]] * (2 * len(bodies) + 1)
+        pieces[1::2] = map(ENVELOPE.pack, lengths, places)
+        pieces[2::2] = bodies
         part = b"".join(pieces)
         crc = crc32(part, (self._salt + offset) & _MASK)
         self._buffers += (crc.to_bytes(4, "little"), part)
         self._end = offset + at
         self._last_pending = (offset, crc)
-        return offsets
+        return [offset + place for place in places]
 
     def roll(self, time_us: int) -> None:
         """Go on in the next segment, be the last free slot the one for it; to be written by
@@ -527,12 +528,15 @@ class _Layout:
         self.begin = log._end
         self.is_first = True
 
-    def place(self, records: Sequence[Record], lengths: Sequence[int]) -> list[int]:
+    def place(self, records: Sequence[Record]) -> list[int]:
         """Lay out all records; return their offsets."""
         log = self.log
         offsets = []
         pieces = self.pieces
-        for record, length in zip(records, lengths, strict=True):
+        for record in records:
+            length = sum(map(len, record))
+            if not length:
+                raise ValueError(_NO_BYTES)
             at = self.begin + PART_BYTES + self.n
             if at + ENVELOPE_BYTES + 1 > log._limit:
                 self._next_part(0)
@@ -585,6 +589,11 @@ class _Layout:
         log._buffers += (crc.to_bytes(4, "little"), head, *self.pieces)
         log._end = self.begin + PART_BYTES + self.n
         self.is_first = False
+
+
+def _next_place(place: int, length: int) -> int:
+    """Where the envelope stands after that of a record of `length` bytes at `place`."""
+    return place + ENVELOPE_BYTES + length
 
 
 def _new_salt() -> int:
