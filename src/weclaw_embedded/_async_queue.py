@@ -32,7 +32,7 @@ from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter
 from .errors import ClosedError, DeadLetterError, Empty
-from .queue import Put, Queue, _deadline, _text
+from .queue import _NOT_MANY, Put, Queue, _deadline, _not_many, _text
 
 if TYPE_CHECKING:
     from ._message import Message
@@ -132,7 +132,7 @@ class AsyncQueue:
         """
         queue = self._queue
         messages = [queue._encode(body, id, key, priority, delay, eta, ttl, headers)]
-        if not block or timeout is not None:
+        if block is not True or timeout is not None:
             return (await self._put(messages, block, timeout))[0]
         # The same as `_put` and `Io.wait`, written out: the way of most puts.
         engine = queue._writable()
@@ -156,8 +156,11 @@ class AsyncQueue:
     ) -> list[str]:
         """Put bodies or `Put` objects, all or nothing; their ids in order. See `Queue.put_many`."""
         queue = self._queue
+        if isinstance(bodies, _NOT_MANY):
+            raise _not_many(bodies)
         many = list(bodies)
         if not many:
+            _deadline(block, timeout)  # refuses what makes no sense
             queue._engine  # noqa: B018  a closed queue says so
             return []
 

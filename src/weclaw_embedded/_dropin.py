@@ -32,6 +32,7 @@ from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Encoded, Lease, Taken
 from ._engine import Engine
 from ._message import Content, Message
+from ._options import queue_options
 from ._order import Entry, Newest, Order
 from ._session import Session
 from ._store import open as open_store
@@ -81,11 +82,14 @@ class Core:
                 "task_done() or the death of its process"
             )
         limit_of(maxsize)
-        chosen = {name: options.pop(name) for name in _QUEUE_OPTIONS if name in options}
-        topic = options.pop("topic", "default")
+        chosen: dict[str, Any] = {
+            name: options.pop(name) for name in _QUEUE_OPTIONS if name in options
+        }
+        chosen["topic"] = options.pop("topic", "default")
+        queue_options(chosen)  # before there is a file
         self.store = open_store(path, **options)
         try:
-            self.queue = self.store.queue(topic, visibility_timeout=None, **chosen)
+            self.queue = self.store.queue(visibility_timeout=None, **chosen)
         except BaseException:
             self.store.close()
             raise

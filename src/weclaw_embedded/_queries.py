@@ -7,6 +7,7 @@ deaths, expiries) is judged first, so that an answer is true at the moment it is
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final, NamedTuple
 
 from . import _delivery, _records, _taking
@@ -315,11 +316,26 @@ class Candidate(NamedTuple):
         return self.priority
 
 
+def put_of(at: int, time_us: int, record: Any) -> tuple[int, int, Any]:
+    """(offset, time, Put) of the message that a record of the log brings, in its Put or carried up
+    since; the Put is None when it brings none.
+    """
+    if record[0] == _records.PUT:
+        return at, time_us, record
+    if record[0] == _records.CARRY:
+        with contextlib.suppress(ValueError):  # one the index passed over, too
+            said = _records.unpack(record)
+            assert isinstance(said, _records.Carry)
+            return said.offset, said.time_us, said.put
+    return at, time_us, None
+
+
 def candidate(offset: int, record: Any, tid: int, keyhash_of: Any) -> Candidate | None:
     """What a replay needs of a record of the log; None unless it is a Put of the topic."""
-    if record[0] != _records.PUT:
+    try:
+        put = _records.unpack_put(record)
+    except ValueError:
         return None
-    put = _records.unpack_put(record)
     if put.tid != tid:
         return None
     key = put.meta.get(META_KEY)

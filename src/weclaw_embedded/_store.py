@@ -97,7 +97,7 @@ class Store:
         self, path: str | os.PathLike[str], options: StoreOptions, arguments: dict[str, Any]
     ) -> None:
         self._closed = True  # until it is open, for __del__
-        self.path = os.path.abspath(os.fsdecode(path))
+        self.path = _full(path)
         self._options = options
         self._arguments = arguments
         self.readonly = options.readonly
@@ -223,7 +223,7 @@ class Store:
 
         Raises StorageError if `path` exists, DiskFullError; then there is no file.
         """
-        backup(self._writable(), os.path.abspath(os.fsdecode(path)))
+        backup(self._writable(), _full(path))
 
     def close(self) -> None:
         """Close this handle and its queues. The last handle of the process hands leases back
@@ -269,3 +269,10 @@ class Store:
         if not getattr(self, "_closed", True):
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._drop()
+
+
+def _full(path: str | os.PathLike[str]) -> str:
+    name = os.fsdecode(path)
+    if not name:
+        raise ValueError("the path is empty; nothing was opened or made; name a file")
+    return os.path.abspath(name)

@@ -323,7 +323,9 @@ def write_letters(
     """What `DeadLetterQueue.export` does, for any choice of letters."""
     if format not in ("jsonl", "csv"):
         raise ValueError(f"format must be 'jsonl' or 'csv', not {format!r}; nothing was written")
-    target = os.fspath(path)
+    target = os.fsdecode(path)
+    if not target:
+        raise ValueError("the path is empty; nothing was written; name a file")
     temporary = f"{target}.part"
     try:
         # A lone surrogate, which pickle can bring, has an escape in JSON and none in UTF-8.

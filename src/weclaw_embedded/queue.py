@@ -338,6 +338,8 @@ class Queue:
 
         Waits until all of them have room. Raises as `put` does.
         """
+        if isinstance(bodies, _NOT_MANY):
+            raise _not_many(bodies)
         encode, terms = self._encode_body, self._terms
         messages = [
             self._encode(
@@ -348,6 +350,7 @@ class Queue:
             for one in bodies
         ]
         if not messages:
+            _deadline(block, timeout)  # refuses what makes no sense
             self._engine  # noqa: B018  a closed queue says so
             return []
         return self._put(messages, block, timeout)
@@ -368,7 +371,7 @@ class Queue:
         if (
             (id is None and key is None and eta is None and ttl is None and headers is None)
             and (delay == 0 and priority == 0)
-            and type(priority) is int
+            and (type(priority) is int and type(delay) is not bool)
         ):
             return data, plain
         terms = Terms(plain.codec, plain.codec_name)
@@ -379,7 +382,7 @@ class Queue:
             terms.key = _text("key", key, MAX_KEY_BYTES)
         if priority != 0 or type(priority) is not int:
             terms.priority = check_count("priority", priority, 0, 9)
-        if delay != 0:
+        if delay != 0 or delay is False:
             terms.delay_us = int(check_seconds("delay", delay) * 1e6)
         if eta is not None:
             if terms.delay_us:
@@ -806,22 +809,20 @@ class Queue:
             raise TypeError("replay takes exactly one of offset, since, ids; nothing was changed")
         if isinstance(ids, str):
             raise TypeError(f"ids takes several ids, not one str; use [{ids!r}]")
-        engine = self._writable()
-        engine.execute(_delivery.group_of, self._address)
-        if ids is not None:
-            return self._replay_ids([_text("id", one) for one in ids])
-        head = engine.log.head_offset
-        start = head
+        wanted = None if ids is None else [_text("id", one) for one in ids]
+        start: int | None = None  # all that is kept
         if isinstance(offset, str):
             if offset != "earliest":
                 raise ValueError(f"offset must be a number or 'earliest', not {offset!r}")
         elif offset is not None:
             start = check_count("offset", offset, 0, 2**56 - 1)
-            if start < head:
-                raise OffsetTrimmedError(engine.first_offset())
-        since_us = 0
-        if since is not None:
-            since_us = engine.now_us() - _ago(since)
+        engine = self._writable()
+        since_us = 0 if since is None else engine.now_us() - _ago(since)
+        if start is not None and start < engine.log.head_offset:
+            raise OffsetTrimmedError(engine.first_offset())
+        engine.execute(_delivery.group_of, self._address)
+        if wanted is not None:
+            return self._replay_ids(wanted)
         return self._replay_from(engine, start, since_us, seen)
 
     def _replay_ids(self, ids: list[str]) -> int:
@@ -841,34 +842,40 @@ class Queue:
             chosen.sort()
             return _queries.replay(session, self._address, chosen, self._policy)
 
-        return self._run(choose)
+        return self._change(choose)
 
     def _replay_from(
         self,
         engine: Engine,
-        start: int,
+        start: int | None,
         since_us: int,
         seen: Callable[[int, int], None] | None,
     ) -> int:
         tid = engine.execute(lambda session: _delivery.topic_of(session, self.topic)[0])
         done = 0
-        batch: list[_queries.Candidate] = []
+        batch: dict[int, _queries.Candidate] = {}  # by offset: one may have been carried twice
+        log = engine.log
+        begin = log.head_offset if start is None else log.boundary_before(start)
         end = engine.page.words[0]
-        for frame in engine.log.frames(engine.log.boundary_before(start), end, on_damage=_ignore):
-            if since_us and frame[2] < since_us:
-                continue
+        for frame in log.frames(begin, end, on_damage=_ignore):
             for at, record in frame[5]:
-                candidate = _queries.candidate(at, record, tid, key_hash)
-                if candidate is not None and at >= start:
-                    batch.append(candidate)
+                offset, time_us, put = _queries.put_of(at, frame[2], record)
+                if put is None or time_us < since_us or (start is not None and offset < start):
+                    continue
+                candidate = _queries.candidate(offset, put, tid, key_hash)
+                if candidate is not None:
+                    batch[offset] = candidate
             if len(batch) >= _REPLAY_BATCH:
-                done += engine.execute(_queries.replay, self._address, batch, self._policy)
-                batch = []
+                done += self._replay_batch(batch)
+                batch = {}
                 if seen is not None:
-                    seen(frame[0] - start, end - start)
-        if batch:
-            done += engine.execute(_queries.replay, self._address, batch, self._policy)
-        return done
+                    seen(frame[0] - begin, end - begin)
+        return done + self._replay_batch(batch)
+
+    def _replay_batch(self, batch: dict[int, _queries.Candidate]) -> int:
+        if not batch:
+            return 0
+        return self._change(_queries.replay, self._address, list(batch.values()), self._policy)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -908,6 +915,17 @@ class Queue:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._closed = True
             self._store._drop()
+
+
+# What can be iterated and is not meant to be, when several bodies are asked for.
+_NOT_MANY: Final = (str, bytes, bytearray, memoryview, Mapping, Put)
+
+
+def _not_many(bodies: Any) -> TypeError:
+    return TypeError(
+        f"put_many takes several bodies, not one {type(bodies).__name__}; nothing was put; put a "
+        "list of them, or use put"
+    )
 
 
 def _ignore(offset: int, reason: str) -> None:

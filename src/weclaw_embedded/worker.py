@@ -111,7 +111,9 @@ class Worker:
         self._awaits = _is_coroutine_function(handler)
         self._concurrency = check_count("concurrency", concurrency, 1)
         limit = check_timeout("max_run_time", max_run_time)
-        self._max_run_s = limit if limit is None else check_seconds("max_run_time", limit)
+        self._max_run_s = (
+            limit if limit is None else check_seconds("max_run_time", limit, positive=True)
+        )
         self._grace_s = check_seconds("grace", grace)
         self._pause_after = check_count("pause_after", pause_after, 0)
         self._pause_for_s = check_seconds("pause_for", pause_for)

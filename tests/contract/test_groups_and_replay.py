@@ -708,3 +708,51 @@ def test_purge_and_cancel_judge_what_ended_by_itself_first(open_store):
     time.sleep(0.2)
     assert q.purge() == 0
     assert q.status(task) == "dead"
+
+
+@pytest.mark.parametrize("how", ["earliest", "since"])
+def test_what_another_group_keeps_can_be_replayed_from_the_earliest(open_store, path, how):
+    """One whose segment was freed is kept while a group needs it, and flows again with all."""
+    store = open_store(retention=0, segment_bytes=65536)
+    q = store.queue(start="earliest")
+    other = store.queue(group="other", start="earliest")
+    before = datetime.datetime.now(UTC)
+    old = q.put("old", key="k", priority=3)
+    q.get().ack(result=1)
+    other.get().fail("keeps it")
+    for _ in range(10):
+        q.put_many([os.urandom(1000)] * 60)
+        drain(q)
+        drain(other)
+    eventually(lambda: disk_bytes(path) < 600_000)
+    new = q.put("new")
+    q.get().ack()
+    given = {"offset": "earliest"} if how == "earliest" else {"since": before}
+    kept = q.replay(**given)
+    assert kept >= 2
+    msg = q.get()
+    assert (msg.id, msg.body, msg.key, msg.priority, msg.delivery_count) == (old, "old", "k", 3, 2)
+    assert q.status(new) == "ready"
+    assert q.qsize() == kept - 1
+    assert q.replay(**given) == 0
+
+
+def test_a_replay_that_is_refused_begins_no_group(open_store):
+    """Bad arguments and an offset that is kept no more change nothing."""
+    store = open_store(retention=0, segment_bytes=65536)
+    q = store.queue()
+    for _ in range(5):
+        q.put_many([os.urandom(1000)] * 60)
+        drain(q)
+    late = store.queue(group="late")
+
+    def trimmed():
+        with pytest.raises(weclaw.OffsetTrimmedError) as caught:
+            late.replay(offset=0)
+        return caught.value.first_offset > 0
+
+    q.put("x")
+    drain(q)
+    eventually(lambda: store.queue().offset and disk_bytes(store.path) < 300_000)
+    assert trimmed()
+    assert ("default", "late") not in names(store)
