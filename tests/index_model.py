@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from weclaw_embedded import _format
 from weclaw_embedded import _records as rec
 from weclaw_embedded._index import Index, Tx
 
@@ -477,7 +479,7 @@ def check_ids(model: Model, tx: Tx) -> None:
             assert tx.find_id(tid, given) == offset
 
 
-def rebuild(model: Model, index: Index, *, frame_size: int = 3) -> Tx:
+def rebuild(model: Model, index: Index, *, seed: int = 0) -> Tx:
     """Fold the kept part of the log into an empty index, as a store would after losing it."""
     tx = index.write()
     if model.checkpoint is not None and model.head > 64:
@@ -485,16 +487,39 @@ def rebuild(model: Model, index: Index, *, frame_size: int = 3) -> Tx:
         assert isinstance(said, rec.Checkpoint)
         tx.seed(said, model.head)
     kept = [row for row in model.log if row[0] >= model.head]
-    frames = []
-    for start in range(0, len(kept), frame_size):
-        part = kept[start : start + frame_size]
-        # A frame has one time; records of different ones cannot share it.
-        frames += [
-            (offset, offset + 1, time_us, 0, 0, [(offset, memoryview(data))])
-            for offset, time_us, data in part
-        ]
-    tx.apply_many(frames)
+    tx.apply_many(found(kept, random.Random(seed)))
     return tx
+
+
+def found(kept: list[tuple[int, int, bytes]], numbers: random.Random) -> Iterator[Any]:
+    """Yield records as a log would: stretches, of frames of one record or more, and frames."""
+    while kept:
+        n = numbers.choice((1, 2, 5, 20, 100))
+        part, kept = kept[:n], kept[n:]
+        if numbers.randrange(4):
+            yield stretch(part, numbers)
+        else:  # those of one frame share its time
+            for offset, time_us, data in part:
+                yield offset, offset + 1, time_us, 0, 0, [(offset, memoryview(data))]
+
+
+def stretch(part: list[tuple[int, int, bytes]], numbers: random.Random) -> _format.Stretch:
+    """Return these records as they would stand in a segment, some of the same time in one frame."""
+    base = part[0][0] - numbers.randrange(_format.PART_BYTES, 100)
+    data = bytearray(part[-1][0] + 8 + len(part[-1][2]) - base + 64)
+    heads, places, ends = [], [], []
+    begin, time_of_frame = 0, -1
+    for offset, time_us, record in part:
+        place = offset - base
+        if time_us != time_of_frame or numbers.randrange(2):
+            begin, time_of_frame = place - _format.PART_BYTES, time_us
+            _format.PART.pack_into(data, begin, 0, 1, 3, time_us)
+        _format.ENVELOPE.pack_into(data, place, len(record), place - begin)
+        data[place + 8 : place + 8 + len(record)] = record
+        heads.append(int.from_bytes(record[:8], "little") if len(record) >= 8 else -1)
+        places.append(place)
+        ends.append(place + 8 + len(record))
+    return _format.Stretch(base, bytes(data), heads, places, ends, 0)
 
 
 class Driver:

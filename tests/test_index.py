@@ -9,17 +9,19 @@ import random
 import resource
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_model import ALL, Driver, check, joined, rebuild
+from index_model import ALL, Driver, check, found, joined, rebuild
 
 from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
 from weclaw_embedded._index import FILE_NAME, Index, IndexFullError
+from weclaw_embedded._index_rows import HEAD
 
 GID = rec.group_id("default", "default")
 PUT = joined(rec.pack_put(0, 0, 0, b"", b"body"))
@@ -79,8 +81,113 @@ def test_long_random_histories_give_the_answers_of_the_model(seed: int, tmp_path
     driver.commit()
     index.close()
     new = Index.open(tmp_path / "b", create=True)
-    check(driver.model, rebuild(driver.model, new))
+    check(driver.model, rebuild(driver.model, new, seed=seed))
     new.close()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_many_at_once_leave_the_rows_that_one_by_one_do(seed: int, tmp_path: Path) -> None:
+    """Long logs of what is folded in one loop, with what is not strewn in, give the same rows."""
+    numbers = random.Random(seed)
+    log = list(hot_log(numbers, length=numbers.choice((300, 3000, 6000))))
+    end = log[-1][0] + 1000
+    one, many = Index.open(tmp_path / "a", create=True), Index.open(tmp_path / "b", create=True)
+    tx = one.write()
+    for offset, time_us, record in log:
+        tx.apply(offset, time_us, record)
+    tx.commit(end, 1)
+    tx = many.write()
+    half = numbers.randrange(len(log))
+    tx.apply_many(found(log[:half], numbers))
+    tx.commit(log[half][0], 1)
+    tx = many.write()
+    last = tx.apply_many(found(log[half:], numbers))
+    assert last > log[-1][0]
+    tx.commit(end, 1)
+    assert rows(many) == rows(one)
+    one.close()
+    many.close()
+
+
+def hot_log(numbers: random.Random, length: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield records that are mostly puts of plain messages, deliveries of the next and acks."""
+    n_topics, n_groups, n_priorities = (numbers.choice((1, 1, 2)) for _ in range(3))
+    groups = [
+        (tid, rec.group_id(str(tid), str(n))) for tid in range(n_topics) for n in range(n_groups)
+    ]
+    offset = numbers.choice((100, 2**32 - 50_000, 2**40))
+    odd = numbers.choice((0.0, 0.001, 0.03, 0.3))
+    runs = numbers.choice((1, 3, 50, 400))
+    queues: dict[tuple[int, int], list[int]] = {}
+    cursors: dict[tuple[int, int], int] = {}
+    leased: dict[int, list[int]] = {gid: [] for _, gid in groups}
+    for tid, gid in groups:
+        yield offset, 1, joined(rec.pack_group(tid, gid, "g"))
+        offset += 100
+    kind, time_us = 0, 5
+    for _ in range(length):
+        if not numbers.randrange(runs):
+            kind = numbers.choice((0, 0, 1, 1, 2))
+        tid, gid = numbers.choice(groups)
+        priority = numbers.randrange(n_priorities)
+        queue = queues.setdefault((tid, priority), [])
+        at = cursors.setdefault((gid, priority), 0)
+        if numbers.random() < odd:
+            record = odd_record(numbers, tid, gid, priority, [*queue[-3:], *leased[gid][-3:], 7])
+            leased[gid] = [one for one in leased[gid] if numbers.randrange(9)]
+        elif kind == 1 and at < len(queue):
+            n = numbers.choice((1, 1, 1, 4))
+            picks = [(one, priority, 1) for one in queue[at : at + n]]
+            cursors[gid, priority] += len(picks)
+            leased[gid] += [one for one, _, _ in picks]
+            record = joined(rec.pack_deliver(tid, gid, 5, numbers.randrange(1, 2**40), picks))
+        elif kind == 2 and leased[gid]:
+            one = leased[gid].pop(numbers.randrange(min(3, len(leased[gid]))))
+            record = joined(rec.pack_ack(tid, gid, one, numbers.choice((b"", b"", b"\1"))))
+        else:
+            body = numbers.randbytes(numbers.choice((0, 5, 20)))
+            record = joined(rec.pack_put(priority, numbers.choice((0, 0, 2)), tid, b"", body))
+            queue.append(offset)
+        yield offset, time_us, record
+        offset += len(record) + 32
+        time_us += numbers.randrange(2)
+
+
+def odd_record(
+    numbers: random.Random, tid: int, gid: int, priority: int, messages: list[int]
+) -> bytes:
+    """Return a record that is folded in the general way, or only looks like one that isn't."""
+    one = numbers.choice(messages)
+    deliver = joined(rec.pack_deliver(tid, gid, 5, 9, [(one, priority, 1)]))
+    choices: list[bytes] = [
+        joined(rec.pack_put(priority, 0, tid, rec.pack_meta(key="k"), b"x")),
+        joined(rec.pack_put(priority, 0, tid, rec.pack_meta(id=str(one)), b"x")),
+        joined(rec.pack_put(numbers.randrange(10), 0, tid, b"", b"")),
+        joined(rec.pack_return(gid, one, rec.RELEASE, due_us=0, delivery=1, retry=0, crash=0)),
+        joined(rec.pack_dead(gid, one, "why", 5, retry=1, crash=0)),
+        joined(rec.pack_cancel(tid, [one])),
+        joined(rec.pack_ack(tid, gid, one)),
+        joined(rec.pack_clean()),
+        deliver,
+        deliver + b"x",
+        deliver[:-1],
+        deliver[:1] + b"\1" + deliver[2:],
+        b"\1\0\0\0",
+        b"\1\xf0\0\0\0\0\0\0body",
+        b"\2\0\1\0\0\0\0\0",
+        b"\3\0\0\0\0\0\0\0short",
+    ]
+    return numbers.choice(choices)
+
+
+def rows(index: Index) -> dict[bytes, bytes]:
+    """Return all that is in an index but how often it was committed."""
+    tx = index.write()
+    assert tx._txn is not None
+    stored = dict(tx._txn.cursor().iternext())
+    tx.abort()
+    del stored[HEAD]
+    return stored
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -31,6 +31,7 @@ LAYERS = [
     ["_index_notes"],
     ["_index_keep", "_index_ask"],
     ["_index_fold"],
+    ["_index_many"],
     ["_index"],
     ["_wake", "_shared"],
     ["_opening"],

@@ -30,10 +30,21 @@ from wal_tools import (
     sync,
 )
 
-from weclaw_embedded import _files
+from weclaw_embedded import _files, wal
 from weclaw_embedded._format import CHECKPOINT_FRAME, HEADER_BYTES, PART_BYTES, VOUCH, policy_of
 from weclaw_embedded.errors import CorruptError, DiskFullError, StorageError
-from weclaw_embedded.wal import COMMIT, HEAD, LAST, SLOTS, SPARES, TAIL, WRITING, Log, LogState
+from weclaw_embedded.wal import (
+    COMMIT,
+    HEAD,
+    LAST,
+    SLOTS,
+    SPARES,
+    TAIL,
+    WRITING,
+    Frame,
+    Log,
+    LogState,
+)
 
 YEAR_2026_US = 1_790_000_000_000_000
 
@@ -184,6 +195,51 @@ def test_frames_start_at_any_boundary(path: Path) -> None:
         assert log.ends_with(tail, *log.last_frame)
         assert not log.ends_with(everything[-2].end, *log.last_frame)
         assert not log.ends_with(tail + 1, *log.last_frame)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stretches_tell_the_frames_that_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Tiny and large records, alone and together, over windows and segments: none is missed, and
+    place and time of each are its own. Salts that a place carries over 2**32 change nothing.
+    """
+    rng = random.Random(seed)
+    monkeypatch.setattr(wal, "_new_salt", lambda: rng.choice((2**32 - 1, 2**32 - 2**18, 1)))
+    path = create(tmp_path / "log.wq", 1 << 20)
+    written: dict[int, tuple[int, bytes]] = {}
+    largest = rng.choice((9, 60, 500, 400_000))
+    with opened(path) as (log, _):
+        for time_us in range(1500 if largest < 1000 else 60):
+            n = rng.choice((1, 1, 1, 2, 30))
+            bodies = [rng.randbytes(rng.randint(1, largest) // n + 1) for _ in range(n)]
+            flags = CHECKPOINT_FRAME if rng.randrange(50) == 0 else 0
+            offsets = log.append([(body,) for body in bodies], rng.randrange(4), time_us, flags)
+            log.write()
+            if rng.randrange(3) == 0:
+                sync(log)
+            written.update(zip(offsets, ((time_us, body) for body in bodies), strict=True))
+        tail = log.state.words[TAIL]
+        found: dict[int, tuple[int, bytes]] = {}
+        highest = 0
+        for one in log.stretches(log.head_offset, tail, on_damage=lambda *what: pytest.fail(what)):
+            if isinstance(one, Frame):
+                found.update((offset, (one.time_us, body)) for offset, body in one.records)
+            else:
+                found.update((offset, (time_us, body)) for offset, time_us, body in one.records())
+                heads = [int.from_bytes(body[:8], "little") for _, _, body in one.records()]
+                short = [len(body) < 8 for _, _, body in one.records()]
+                assert one.heads == [
+                    -1 if is_short else head for head, is_short in zip(heads, short, strict=True)
+                ]
+                assert one.is_boundary(one.last)
+                assert one.is_boundary(one.end)
+                assert not one.is_boundary(one.end - 1)
+            assert one.commit >= highest
+            highest = one.commit
+        assert list(found.items()) == list(written.items())
+        alone = {at: (f.time_us, body) for f in frames(log) for at, body in f.records}
+        assert alone == written
 
 
 def test_a_checkpoint_is_found_after_reopening(path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from . import _records
+from ._format import Stretch
 from ._index import Index, IndexFullError, Tx
 from ._session import Record, Session
 from ._shared import SharedPage
@@ -38,15 +39,18 @@ class _Last:
     """Remembers the last frame that went by."""
 
     def __init__(self, enough: int) -> None:
-        self.enough = enough  # frames that begin after this offset are left
+        self.enough = enough  # what begins after this offset is left
         self.offset = 0
         self.end = 0
 
-    def until_enough(self, frames: Iterator[Frame]) -> Iterator[Frame]:
-        for frame in frames:
-            self.offset, self.end = frame[0], frame[1]
-            yield frame
-            if frame[1] > self.enough:
+    def until_enough(self, found: Iterator[Stretch | Frame]) -> Iterator[Stretch | Frame]:
+        for one in found:
+            if isinstance(one, Stretch):
+                self.offset, self.end = one.last, one.end
+            else:
+                self.offset, self.end = one[0], one[1]
+            yield one
+            if self.end > self.enough:
                 return
 
 
@@ -82,8 +86,8 @@ class Folding:
                 tx.apply(offset, time_us, record[0] if len(record) == 1 else b"".join(record))
         elif applied < tail:
             last = _Last(tail)
-            frames = self.log.frames(applied, tail, on_damage=self._damage_noter(tx))
-            tx.apply_many(last.until_enough(frames))
+            found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
+            tx.apply_many(last.until_enough(found))
             if last.end == tail:
                 self.log.remember_last(tail, last.offset)
 
@@ -111,8 +115,8 @@ class Folding:
             tail = self.page.words[TAIL]
             last = _Last(applied + _PART_BYTES)
             if self.log.head_offset < applied < tail - _PART_BYTES:
-                frames = self.log.frames(applied, tail, on_damage=self._damage_noter(tx))
-                tx.apply_many(last.until_enough(frames))
+                found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
+                tx.apply_many(last.until_enough(found))
             if last.end:
                 tx.commit(last.end, self.log.checksum(last.offset), last.offset)
                 self.folded_to = last.end
@@ -163,9 +167,9 @@ class Folding:
         noter = self._damage_noter(tx)
         start = max(tx.applied, head)
         while start < tail:
-            frames = self.log.frames(start, tail, on_damage=noter)
+            found = self.log.stretches(start, tail, on_damage=noter)
             last = _Last(start + _FOLD_BYTES)
-            tx.apply_many(last.until_enough(frames))
+            tx.apply_many(last.until_enough(found))
             if not last.end:
                 break
             start = last.end

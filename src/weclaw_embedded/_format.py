@@ -24,6 +24,8 @@ This module must not know what records mean, nor where the bytes come from.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
@@ -37,6 +39,7 @@ __all__ = [
     "DEFAULT_SEGMENT_BYTES",
     "ENVELOPE",
     "ENVELOPE_BYTES",
+    "ENVELOPE_WITH_HEAD",
     "FENCED",
     "FIRST",
     "HEADER_BYTES",
@@ -65,6 +68,7 @@ __all__ = [
     "WHOLE",
     "FileHeader",
     "SlotHeader",
+    "Stretch",
     "check_segment_bytes",
     "envelopes",
     "pack_head",
@@ -107,10 +111,11 @@ PART_BYTES = PART.size
 ENVELOPE = Struct("<II")
 ENVELOPE_BYTES = ENVELOPE.size
 REST = Struct("<I")
-# The two shapes the hot paths use: a part and its first envelope at once, and the same without
-# the checksum, which covers all of it.
+# The shapes the hot paths use: a part and its first envelope at once, the same without the
+# checksum, which covers all of it, and an envelope with the first bytes of its record.
 PART_WITH_ENVELOPE = Struct("<IIQQII")
 PART_TAIL = Struct("<IQQII")
+ENVELOPE_WITH_HEAD = Struct("<IIQ")
 
 # Flags of a part, the low eight bits beside the commit point.
 FIRST = 1  # the first part of its frame
@@ -155,6 +160,60 @@ class SlotHeader(NamedTuple):
     epoch: int
     checkpoint: int  # offset of the latest Checkpoint frame then; 0: none
     created_us: int
+
+
+class Stretch(NamedTuple):
+    """Whole frames of one segment, one after the other, checked, as they stand in the file.
+
+    Nothing is made of a record but three numbers, so that going through millions is cheap: the
+    place of its envelope in `data`, where the record ends there, and its head, which is its first
+    eight bytes as one number; -1 if it has fewer.
+    """
+
+    base: int  # the offset of the first byte of `data`
+    data: bytes  # goes on for SLOT_BYTES behind the last record, so that any can be unpacked
+    heads: list[int]
+    places: list[int]
+    ends: list[int]
+    commit: int  # the highest commit point that its frames know of
+
+    @property
+    def end(self) -> int:
+        """The offset at which its last frame ends."""
+        return self.base + self.ends[-1]
+
+    @property
+    def last(self) -> int:
+        """The offset of its last frame."""
+        return self.base + self._part_of(self.places[-1])
+
+    @property
+    def flags(self) -> int:
+        """The flags of its last frame."""
+        return int(PART.unpack_from(self.data, self._part_of(self.places[-1]))[2]) & 0xFF
+
+    def is_boundary(self, offset: int) -> bool:
+        """Whether one of its frames begins or ends at an offset."""
+        if offset == self.end:
+            return True
+        place = offset - self.base + PART_BYTES
+        index = bisect_left(self.places, place)
+        found = index < len(self.places) and self.places[index] == place
+        return found and self._part_of(place) == place - PART_BYTES
+
+    def records(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield of each record its offset, the time of its frame, and its bytes."""
+        base, data = self.base, self.data
+        for place, end in zip(self.places, self.ends, strict=True):
+            yield base + place, self.time_us(place), data[place + ENVELOPE_BYTES : end]
+
+    def time_us(self, place: int) -> int:
+        """The time of the frame that a record is in."""
+        return int(PART.unpack_from(self.data, self._part_of(place))[3])
+
+    def _part_of(self, place: int) -> int:
+        """Where the part that a record begins in begins."""
+        return place - int(ENVELOPE.unpack_from(self.data, place)[1])
 
 
 _new = tuple.__new__  # twice as fast as `SlotHeader._make`; an opening reads thousands

@@ -11,7 +11,7 @@ that acks and gets go on when the disk is full.
 
 The parts: `_index_rows` is what is stored, `_index_state` the open transaction, `_index_moves`
 how a message moves, `_index_change`, `_index_keep`, `_index_notes` and `_index_fold` what records
-do, `_index_ask` what may be asked.
+do, `_index_many` what many of them do, `_index_ask` what may be asked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Final
 import lmdb
 
 from ._index_ask import Ask
-from ._index_fold import Fold, Frame
+from ._index_many import Frame, Many
 from ._index_rows import GroupState, Location, Pick, Row, TopicState
 from ._index_state import IndexFullError
 from .errors import DiskFullError
@@ -52,7 +52,7 @@ RESERVE_BYTES: Final = 256 * 2**10
 CHECK_EVERY: Final = 64  # commits between looks at the map and the reserve
 
 
-class Tx(Fold, Ask):
+class Tx(Many, Ask):
     """One transaction, to read and to write; begun by `Index.write`."""
 
     main: Any = None  # LMDB's handle of the one database

@@ -5,25 +5,21 @@ whomever they are folded, in one transaction or in many.  What a record says of 
 not known, because it was freed or damage took it, is passed over; what damage took between two
 records is made up for so that a message comes once more rather than never.
 
-Most records of a log are puts of plain messages, deliveries of the next one and acks.  `apply_many`
-folds these in one loop, keeping the leases that begin and end within it out of LMDB.
-
 Nothing here reads the clock or the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from struct import Struct
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import lmdb
 
 from . import _records as rec
 from ._index_keep import Keep
 from ._index_rows import (
-    CHUNK_ENTRIES,
     LEASED,
+    NARROW,
     NOTHING,
     ONCE,
     RESULT,
@@ -32,7 +28,6 @@ from ._index_rows import (
     ROW_KEYED,
     ROW_SIZE,
     U64,
-    Chunk,
     GroupState,
     Row,
     TopicState,
@@ -67,17 +62,12 @@ from ._records import (
     unpack_meta,
 )
 
-Frame = tuple[int, int, int, int, int, Sequence[tuple[int, Readable]]]
+# Leases that are not written yet, by offset: (priority, owner, deadline); and of all groups.
+Leases: TypeAlias = dict[int, tuple[int, int, int]]
+Fresh: TypeAlias = dict[int, Leases]
 
-Fresh = dict[int, dict[int, tuple[int, int, int]]]  # gid: offset: priority, owner, deadline
-
-_PUT_SIZE: Final = PUT_HEAD.size
 _ACK_SIZE: Final = ACK_HEAD.size
 _DELIVER_SIZE: Final = DELIVER_HEAD.size
-_DELIVER_ONE: Final = Struct("<BBHIQQQQB")  # a DELIVER of one message, head and item
-_NO_PRIORITY: Final = PRIORITIES << 4  # the second byte of a PUT from which on it is none
-_LAST_ENTRY: Final = CHUNK_ENTRIES - 1
-_NARROW: Final = 2**32 - 1
 
 
 class Fold(Keep):
@@ -161,7 +151,7 @@ class Fold(Keep):
                 deadline=due_us,
                 expiry_us=expiry_us,
                 keyhash=keyhash,
-                size=min(size, _NARROW),
+                size=min(size, NARROW),
             )
             self._enter(group, offset, row, time_us)
 
@@ -184,7 +174,7 @@ class Fold(Keep):
         group = self._groups.get(gid) or self._reader(tid, gid, offset, time_us)
         topic = self._topics.get(group.tid) or self._topic(group.tid)
         cursor, tails = group.cursor, topic.tails
-        leases: dict[int, tuple[int, int, int]] | None = None
+        leases: Leases | None = None
         if fresh is not None:
             leases = fresh.get(gid)
             if leases is None:
@@ -242,7 +232,8 @@ class Fold(Keep):
 
     # Settling
 
-    def _ack(self, offset: int, time_us: int, record: Readable) -> None:
+    def _ack(self, offset: int, time_us: int, record: Readable, fresh: Fresh | None = None) -> None:
+        """Settle a message, whose lease may be one of `fresh`."""
         if len(record) < _ACK_SIZE:
             self._reject(offset, "an ACK that is too short")
             return
@@ -250,8 +241,9 @@ class Fold(Keep):
         group = self._groups.get(gid) or self.group(gid)
         if group is None:
             return
-        value = self._pop(key_u64_u64(LEASED, gid, message))
-        if value is not None:
+        if fresh is not None and gid in fresh and fresh[gid].pop(message, None) is not None:
+            group.n_leased -= 1
+        elif (value := self._pop(key_u64_u64(LEASED, gid, message))) is not None:
             group.n_leased -= 1
             if value[ROW_DELIVERY] != ONCE or value[ROW_SIZE] != NOTHING or message < group.start:
                 self._note_deliveries(group, message, Row.unpack(value).delivery)
@@ -327,106 +319,6 @@ class Fold(Keep):
             group.next_deadline_ns = row.deadline
         self._put(key, row.pack())
         self._changed_groups[said.gid] = group
-
-    # Many at once
-
-    def apply_many(self, frames: Iterable[Frame]) -> int:
-        """Fold all records of frames in order; return the end of the last one, 0 if none.
-
-        Raises:
-            IndexFullError: the transaction is over, nothing of it is in the index.
-        """
-        try:
-            return self._apply_many(frames)
-        except lmdb.Error as error:
-            raise self._failed(error) from error
-
-    def _apply_many(self, frames: Iterable[Frame]) -> int:
-        # One loop, because a call a record would cost a third of it.  Leases stay in `fresh`
-        # until a record comes that may look for them elsewhere, or the end.  At hand are the
-        # queue last put to, and the group last delivered to with the chunk its cursor is in.
-        last = 0
-        unpack_put = PUT_HEAD.unpack_from
-        unpack_ack = ACK_HEAD.unpack_from
-        unpack_one = _DELIVER_ONE.unpack_from
-        fresh: Fresh = {}
-        leases: dict[int, tuple[int, int, int]] = {}
-        tid = priority = at = lane = -1
-        group, reading, cursor, low = GroupState(0, 0, ""), Chunk(), [0], 0
-        for _, last, time_us, _, _, records in frames:  # noqa: B007  the last end is returned
-            for offset, record in records:
-                kind = record[0] if record else 0
-                size = len(record)
-                if kind == PUT and size >= _PUT_SIZE:
-                    _, packed, meta_size, put_tid = unpack_put(record)
-                    if not meta_size and packed < _NO_PRIORITY:
-                        if put_tid != tid or packed >> 4 != priority:
-                            tid, priority = put_tid, packed >> 4
-                            topic = self._topic(tid)
-                            tails, bit = topic.tails, 1 << priority
-                            chunk = self._tail(topic, priority)
-                            self._changed_topics[tid] = topic
-                            topic.changed |= bit
-                        topic.puts += 1
-                        topic.put_bytes += size
-                        deltas = chunk.deltas
-                        distance = offset - chunk.base
-                        if 0 < len(deltas) < _LAST_ENTRY and distance <= _NARROW:
-                            deltas.append(distance)
-                            tails[priority] += 1
-                        else:
-                            self._append(topic, priority, offset)
-                            chunk = self._tail(topic, priority)
-                            topic.changed |= bit
-                        continue
-                elif kind == DELIVER:
-                    if size == _DELIVER_ONE.size:
-                        _, _, count, _, gid, owner, deadline_ns, message, flags = unpack_one(record)
-                        if gid == at and flags == lane and count == 1:
-                            deltas = reading.deltas
-                            place = cursor[lane >> 4] - low
-                            if place < len(deltas) and reading.base + deltas[place] == message:
-                                cursor[lane >> 4] += 1
-                                leases[message] = (lane >> 4, owner, deadline_ns)
-                                group.n_leased += 1
-                                group.picks += 1
-                                if deadline_ns < group.next_deadline_ns:
-                                    group.next_deadline_ns = deadline_ns
-                                continue
-                        self._deliver(offset, time_us, record, fresh)
-                        at = -1
-                        if (
-                            gid in fresh
-                            and flags & FROM_QUEUE
-                            and flags < _NO_PRIORITY
-                            and not self._groups[gid].skipped
-                        ):
-                            at, lane, group, leases = gid, flags, self._groups[gid], fresh[gid]
-                            cursor = group.cursor
-                            number = cursor[lane >> 4] // CHUNK_ENTRIES
-                            low = number * CHUNK_ENTRIES
-                            reading = self._chunk(self._topic(group.tid), lane >> 4, number)
-                        continue
-                    self._deliver(offset, time_us, record, fresh)
-                    continue
-                elif kind == ACK and size >= _ACK_SIZE:
-                    _, _, _, _, gid, message = unpack_ack(record)
-                    if gid != at and gid in fresh:
-                        at, lane, group, leases = gid, -1, self._groups[gid], fresh[gid]
-                    if gid == at and leases.pop(message, None) is not None:
-                        group.n_leased -= 1
-                        group.settled += 1
-                        if size > _ACK_SIZE:
-                            self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
-                        continue
-                if kind != PUT and kind != ACK:
-                    self._write_leases(fresh)
-                    fresh.clear()  # the group may be another one now, or gone
-                    at = -1
-                self._apply(offset, time_us, record)
-                tid = -1  # it may have begun another chunk
-        self._write_leases(fresh)
-        return last
 
     def _write_leases(self, fresh: Fresh) -> None:
         """Write the leases that were kept out of LMDB."""

@@ -270,6 +270,7 @@ def first_lease(priority: int, offset: int, owner: int, deadline_ns: int) -> byt
 # The position queue
 
 CHUNK_ENTRIES: Final = 1018  # with its base exactly one page of LMDB
+NARROW: Final = 2**32 - 1  # so far may an entry be from the first one, at four bytes
 _WIDE: Final = 1 << 63
 _BASE: Final = struct.Struct("=Q")
 
@@ -293,6 +294,16 @@ class Chunk:
         except OverflowError:
             self.deltas = array("Q", deltas)
             self.deltas.append(offset - self.base)
+
+    def part(self, start: int, end: int) -> Chunk:
+        """Return some of its entries as a chunk of their own."""
+        chunk = Chunk()
+        deltas = self.deltas[start:end]
+        first = deltas[0]
+        chunk.base = self.base + first
+        is_narrow = deltas[-1] - first <= NARROW
+        chunk.deltas = array("I" if is_narrow else "Q", [delta - first for delta in deltas])
+        return chunk
 
     def pack(self) -> bytes:
         """Return the chunk's value."""

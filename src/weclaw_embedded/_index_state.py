@@ -364,6 +364,23 @@ class State:
         topic.tail[priority] = Chunk()
         topic.changed &= ~(1 << priority)
 
+    def _split(self, topic: TopicState, priority: int) -> None:
+        """Write what the last chunk has too much as chunks of their own."""
+        whole = topic.tail[priority]
+        assert whole is not None
+        if len(whole.deltas) < CHUNK_ENTRIES:
+            return
+        number = (topic.tails[priority] - len(whole.deltas)) // CHUNK_ENTRIES
+        for start in range(0, len(whole.deltas), CHUNK_ENTRIES):
+            chunk = whole.part(start, start + CHUNK_ENTRIES)
+            if len(chunk.deltas) == CHUNK_ENTRIES:
+                self._put(key_queue(QUEUE, topic.tid, priority, number), chunk.pack())
+                number += 1
+                chunk = Chunk()
+        topic.tail[priority] = chunk
+        if not chunk.deltas:
+            topic.changed &= ~(1 << priority)
+
     def _chunk(self, topic: TopicState, priority: int, number: int) -> Chunk:
         """Return a chunk of a queue by its number."""
         if number == topic.tails[priority] // CHUNK_ENTRIES:

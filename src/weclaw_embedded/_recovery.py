@@ -31,6 +31,7 @@ from ._format import (
     SLOT_BYTES,
     VOUCH,
     SlotHeader,
+    Stretch,
     pack_header,
     pack_slot,
     part_checksum,
@@ -38,7 +39,7 @@ from ._format import (
     unpack_header,
     unpack_slot,
 )
-from ._scan import BadPartError, collect, walk
+from ._scan import BadPartError, collect, stretches, walk
 from ._segments import (
     ANNOUNCED,
     CHECKPOINT,
@@ -376,7 +377,7 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
     times = [0]
     n_bad = 0
     last_flags = 0
-    for offset, frame_end, time_us, flags, frame_commit, records in walk(
+    for found in stretches(
         log,
         start,
         log.limit(words[LAST]),
@@ -388,15 +389,17 @@ def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool
             n_bad = len(bad)
             times.append(times[-1])
             checkpoints.append(checkpoints[-1])
-        end = frame_end
-        last_flags = flags
-        times[-1] = time_us
-        if frame_commit > vouched:
-            vouched = frame_commit
-        if flags & CHECKPOINT_FRAME and records:
-            checkpoints[-1] = records[0][0]
-        if frame_end == commit or offset == commit:
-            is_boundary = True
+        end = found.end
+        last_flags = found.flags
+        if isinstance(found, Stretch):
+            times[-1] = found.time_us(found.places[-1])
+            is_boundary |= found.base <= commit <= end and found.is_boundary(commit)
+        else:
+            times[-1] = found.time_us
+            is_boundary |= commit in (found.offset, end)
+            if found.flags & CHECKPOINT_FRAME and found.records:
+                checkpoints[-1] = found.records[0][0]
+        vouched = max(vouched, found.commit)
     ends.append((n_bad, end))
     cut: int | None = None
     index = len(ends) - 1
@@ -553,12 +556,12 @@ def verify(log: Segments, seen: Callable[[int, int], None] | None = None) -> lis
     told = 0
     while True:
         try:
-            for frame in walk(
+            for one in stretches(
                 log, start, tail, on_damage=lambda offset, reason: found.append((offset, reason))
             ):
-                if seen is not None and frame[0] >= told:
-                    seen(frame[0] - (head << log.bits), tail - (head << log.bits))
-                    told = frame[0] + log.segment_bytes
+                if seen is not None and one.end >= told:
+                    seen(one.end - (head << log.bits), tail - (head << log.bits))
+                    told = one.end + log.segment_bytes
         except LookupError:  # freed while we looked: go on with what is kept
             start = max(start + 1, words[HEAD] << log.bits)
             continue

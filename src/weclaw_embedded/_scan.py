@@ -1,7 +1,8 @@
 """Walking the log: frame after frame, over segments, past damage.
 
 Role: the one reader of frames.  Applying them to the index, recovery, healing and verifying all
-go through `walk`, so that they can't disagree about what is valid.
+go through `stretches`, so that they can't disagree about what is valid; `walk` makes single frames
+of what it finds.
 
 Invariants: a frame is handed out whole and checked, or it is reported; nothing is skipped
 silently.  Every search for the next good frame has a budget, so that no bytes whatever can make
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from struct import Struct
 from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
 from . import _files
 from ._format import (
-    ENVELOPE,
+    CHECKPOINT_FRAME,
     ENVELOPE_BYTES,
+    ENVELOPE_WITH_HEAD,
     FIRST,
     KNOWN_FLAGS,
     LAST_PART,
@@ -31,18 +34,36 @@ from ._format import (
     REST,
     SLOT_BYTES,
     WHOLE,
+    Stretch,
     envelopes,
     part_checksum,
 )
 from ._segments import HEAD, LAST, MissingSegmentError, Segments
 from .errors import CorruptError
 
-__all__ = ["BadPartError", "Budget", "Frame", "OnDamage", "check_part", "collect", "walk"]
+__all__ = [
+    "BadPartError",
+    "Budget",
+    "Frame",
+    "OnDamage",
+    "check_part",
+    "collect",
+    "stretches",
+    "walk",
+]
 
 OnDamage: TypeAlias = Callable[[int, str], object]
 
-_WINDOW = 1 << 20
+_WINDOW = 256 << 10  # so that it stays in the processor's cache while it is gone through
+_BEHIND = SLOT_BYTES  # of a slot, so many bytes stand behind the last frame
 _MASK = 0xFFFFFFFF
+# A part, its first envelope as one number, and the first bytes of the record; what that number is,
+# less the part's length, if the record is the only one.
+_ALONE = Struct("<IIQ8xQQ")
+_ONE_RECORD = (PART_BYTES << 32) - ENVELOPE_BYTES
+# What must be as in a frame of one part that isn't begun by a Checkpoint.
+_UNUSUAL = 0xFF & ~KNOWN_FLAGS | WHOLE | CHECKPOINT_FRAME
+_SMALLEST = PART_BYTES + ENVELOPE_BYTES + 1  # a frame of one record of one byte
 _ZERO_HEADER = bytes(PART_BYTES)
 
 
@@ -180,19 +201,58 @@ def walk(
     open_end: bool = False,
     budget: Budget | None = None,
 ) -> Iterator[Frame]:
-    """Yield the frames from `start` (a boundary, or the beginning of a segment) up to `end`.
+    """Yield the frames that `stretches` finds, one by one."""
+    for found in stretches(
+        log, start, end, check=check, on_damage=on_damage, open_end=open_end, budget=budget
+    ):
+        if isinstance(found, Stretch):
+            yield from _frames(found)
+        else:
+            yield found
+
+
+def _frames(stretch: Stretch) -> Iterator[Frame]:
+    """The frames of a stretch."""
+    base, data, _, places, ends, _ = stretch
+    new = tuple.__new__  # twice as fast as calling the class
+    records: list[tuple[int, bytes]] = []
+    begin = frame_end = time_us = commit_flags = 0
+    for place, end in zip(places, ends, strict=True):
+        _, _, other_flags, other_us, _, back = PART_WITH_ENVELOPE.unpack_from(
+            data, place - PART_BYTES
+        )
+        if back == PART_BYTES:  # the first record of a frame
+            if records:
+                yield new(
+                    Frame,
+                    (begin, frame_end, time_us, commit_flags & 255, commit_flags >> 8, records),
+                )
+            records = []
+            begin, time_us, commit_flags = base + place - PART_BYTES, other_us, other_flags
+        records.append((base + place, data[place + ENVELOPE_BYTES : end]))
+        frame_end = base + end
+    yield new(Frame, (begin, frame_end, time_us, commit_flags & 255, commit_flags >> 8, records))
+
+
+def stretches(
+    log: Segments,
+    start: int,
+    end: int,
+    *,
+    check: bool = True,
+    on_damage: OnDamage | None = None,
+    open_end: bool = False,
+    budget: Budget | None = None,
+) -> Iterator[Stretch | Frame]:
+    """Yield all frames from `start` (a boundary, or the beginning of a segment) up to `end`: many
+    at once where they stand whole in one segment, one alone that goes over several.
 
     Damage is told to `on_damage(offset, reason)` and passed over; without it CorruptError is
     raised.  LookupError when the place was freed.  With `open_end` zeros in the last segment are
     the end of the log, and nothing is known of what comes behind.
     """
     bits = log.bits
-    fd = log.fd
     words = log.state.words
-    unpack = PART_WITH_ENVELOPE.unpack_from
-    envelope = ENVELOPE.unpack_from
-    read_at = _files.read_at
-    new = tuple.__new__  # twice as fast as calling the class
     first_kept = words[HEAD]
     # Later parts are passed over if their frame was reported as damaged, or began before `start`.
     broken = start >> bits > first_kept and start & (log.segment_bytes - 1) <= SLOT_BYTES
@@ -214,71 +274,106 @@ def walk(
         known_end = log.frames_end(segment)
         stop = min(end, log.limit(segment) if known_end is None else known_end)
         next_segment = (segment + 1) << bits
-        while offset < stop:
-            data = read_at(fd, min(stop - offset, _WINDOW), offset + shift)
-            fits = len(data) - 32
-            base = offset
-            at = 0
-            while at <= fits:
-                crc, length, commit_flags, time_us, n, back = unpack(data, at)
-                part_end = at + 24 + length
-                offset, commit = base + at, commit_flags >> 8
-                # Everything out of the ordinary is for the slow path below.
-                if part_end > fits + 32 or commit_flags & 0xC3 != 3 or not length:
-                    break
-                if check and crc32(data[at + 4 : part_end], salt + offset & _MASK) != crc:
-                    break
-                if commit > offset:
-                    break
-                if n + 8 == length and back == 24:
-                    records = [(offset + 24, data[at + 32 : part_end])]
-                else:
-                    records = []
-                    place = at + 24
-                    while place < part_end and place <= fits + 24:
-                        n, back = envelope(data, place)
-                        record_end = place + 8 + n
-                        if back != place - at or not n or record_end > part_end:
-                            break
-                        records.append((base + place, data[place + 8 : record_end]))
-                        place = record_end
-                    if place != part_end:
+        room = _WINDOW
+        while offset < stop and offset >> bits == segment:
+            # What stands behind is read too, so that a record can be unpacked before its size is
+            # looked at.
+            wanted = min(stop - offset, room)
+            data = _files.read_at(log.fd, wanted + _BEHIND, offset + shift)
+            base, at, room = offset, 0, _WINDOW
+            while at < wanted:
+                stretch = _stretch(base, data, at, salt, check)
+                if stretch.places:
+                    broken = False
+                    yield stretch
+                    at = stretch.ends[-1]
+                    offset = base + at
+                    if at >= wanted:
                         break
-                broken = False
-                yield new(
-                    Frame,
-                    (offset, base + part_end, time_us, commit_flags & 255, commit, records),
-                )
-                at = part_end
-            offset = base + at
-            if offset >= stop:
-                break
-            if at and base + len(data) < stop:
-                continue  # the window may have ended within the frame: begin the next one there
-            try:
-                frame = collect(log, offset, stop, check=check)
-                if not frame[3] & FIRST and not (
-                    segment == first_kept and offset == begin + SLOT_BYTES
-                ):
-                    raise BadPartError(offset, "a frame without its beginning", frame[1])
-            except BadPartError as bad:
-                budget = budget or Budget()
-                offset = _pass_over(
-                    log, bad, offset, stop, shift, salt, on_damage, open_end, budget, broken
-                )
-                broken = True
-                if offset < 0:
-                    return
-                if offset >> bits != segment:
+                room = _cut_by(data, at, wanted, stop - base)
+                if room:
                     break
-            else:
+                try:
+                    frame = collect(log, offset, stop, check=check)
+                    if not frame[3] & FIRST and not (
+                        segment == first_kept and offset == begin + SLOT_BYTES
+                    ):
+                        raise BadPartError(offset, "a frame without its beginning", frame[1])
+                except BadPartError as bad:
+                    budget = budget or Budget()
+                    offset = _pass_over(
+                        log, bad, offset, stop, shift, salt, on_damage, open_end, budget, broken
+                    )
+                    broken = True
+                    if offset < 0:
+                        return
+                    break
                 broken = False
                 yield frame
                 offset = frame[1]
-                if offset >> bits != segment:
-                    break
+                at = offset - base
         if offset >> bits == segment:
             offset = next_segment
+
+
+def _cut_by(data: bytes, at: int, size: int, limit: int) -> int:
+    """How large a window must be that holds the part at `at`, if it is only for the end of this
+    one that it isn't whole; else 0.
+    """
+    if size >= limit or len(data) < size:
+        return 0
+    if at + PART_BYTES > size:
+        return _WINDOW
+    end = at + PART_BYTES + int(PART.unpack_from(data, at)[1])
+    return max(_WINDOW, end - at) if size < end <= limit else 0
+
+
+def _stretch(base: int, data: bytes, at: int, salt: int, check: bool) -> Stretch:
+    """As many frames as are whole and valid in `data` from `at` on, but for `_BEHIND` bytes at its
+    end.  Everything out of the ordinary is left to `collect`, and what a Checkpoint begins.
+    """
+    unpack = _ALONE.unpack_from
+    unpack_next = ENVELOPE_WITH_HEAD.unpack_from
+    heads: list[int] = []
+    places: list[int] = []
+    ends: list[int] = []
+    add_head, add_place, add_end = heads.append, places.append, ends.append
+    seed = salt + base & _MASK
+    size = len(data) - _BEHIND
+    highest = 0
+    while at <= size - _SMALLEST:
+        crc, length, commit_flags, envelope, head = unpack(data, at)
+        end = at + PART_BYTES + length
+        if end > size or commit_flags & _UNUSUAL != WHOLE:
+            break
+        if commit_flags > highest and commit_flags >> 8 > base + at:
+            break
+        # (crc32 takes the value it begins with modulo 2**32, as the format does.)
+        if check and crc32(data[at + 4 : end], seed + at) != crc:
+            break
+        if envelope == length + _ONE_RECORD and length >= 16:
+            add_head(head)
+            add_place(at + PART_BYTES)
+            add_end(end)
+        else:
+            known = len(places)
+            place = at + PART_BYTES
+            while place < end - ENVELOPE_BYTES:
+                n, back, head = unpack_next(data, place)
+                record_end = place + ENVELOPE_BYTES + n
+                if back != place - at or not n or record_end > end:
+                    break
+                add_head(head if n >= 8 else -1)
+                add_place(place)
+                add_end(record_end)
+                place = record_end
+            if place != end:
+                del heads[known:], places[known:], ends[known:]
+                break
+        if commit_flags > highest:
+            highest = commit_flags
+        at = end
+    return Stretch(base, data, heads, places, ends, highest >> 8)
 
 
 def _report(log: Segments, on_damage: OnDamage | None, offset: int, reason: str) -> None:

@@ -1,0 +1,256 @@
+"""The fold of many records at once: catching up with a log, or all of it anew.
+
+Most records of a log are puts of plain messages, deliveries of the next one and acks, and most are
+about the same queue and the same group as the ones before.  These are known by their heads and
+folded in one loop, which makes no object of them, counts what they did only when something else
+comes, and keeps leases that begin and end within it out of LMDB.  Every other record goes through
+`Fold`, and what it was about is at hand for those like it that follow.
+
+The answers are those of `Fold.apply`, whichever record was folded by which of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from struct import Struct
+from typing import Final, TypeAlias
+
+import lmdb
+
+from ._format import ENVELOPE_BYTES, Stretch
+from ._index_fold import Fold, Fresh, Leases
+from ._index_rows import (
+    CHUNK_ENTRIES,
+    NARROW,
+    RESULT,
+    U64,
+    Chunk,
+    GroupState,
+    TopicState,
+    key_u64_u64,
+)
+from ._records import (
+    ACK,
+    ACK_HEAD,
+    DELIVER,
+    DELIVER_HEAD,
+    DELIVER_ITEM,
+    FROM_QUEUE,
+    PRIORITIES,
+    PUT,
+    Readable,
+)
+
+__all__ = ["Frame", "Many"]
+
+Frame: TypeAlias = tuple[int, int, int, int, int, Sequence[tuple[int, Readable]]]
+
+# A DELIVER of one message and an ACK, each from its envelope on.
+_DELIVER_ONE: Final = Struct("<I12xQQQQB")
+_ACK: Final = Struct("<I12xQQ")
+_ONE_SIZE: Final = DELIVER_HEAD.size + DELIVER_ITEM.size
+_ACK_SIZE: Final = ACK_HEAD.size
+_NO_HEAD: Final = -2  # of no record
+_FEW: Final = 4  # it doesn't pay to have anything at hand for so many
+_MOST_FRESH: Final = 50_000  # leases that are kept in memory, some 200 bytes each
+
+
+class _Filling:
+    """A position queue that puts go to: its last chunk, which may grow too long for a while."""
+
+    __slots__ = ("chunk", "known", "priority", "topic")
+
+    def __init__(self, topic: TopicState, priority: int, chunk: Chunk) -> None:
+        self.topic = topic
+        self.priority = priority
+        self.chunk = chunk
+        self.known = len(chunk.deltas)  # of the entries, those that the topic knows of
+
+
+class _Reading:
+    """A group at work on one of its position queues, from an entry of a chunk on."""
+
+    __slots__ = ("chunk", "group", "leases", "priority", "spot")
+
+    def __init__(
+        self, group: GroupState, priority: int, chunk: Chunk, spot: int, leases: Leases
+    ) -> None:
+        self.group = group
+        self.priority = priority
+        self.chunk = chunk
+        self.spot = spot
+        self.leases = leases
+
+
+class Many(Fold):
+    """Folds whole stretches of a log."""
+
+    def apply_many(self, found: Iterable[Stretch | Frame]) -> int:
+        """Fold all records of stretches and frames in order; return where the last one ends, 0 if
+        there was none.
+
+        Raises:
+            IndexFullError: the transaction is over, nothing of it is in the index.
+        """
+        end = 0
+        fresh: Fresh = {}
+        try:
+            for one in found:
+                if not isinstance(one, Stretch):
+                    _, end, time_us, _, _, records = one
+                    for offset, record in records:
+                        self._fold_one(offset, time_us, record, fresh)
+                    continue
+                end = one.end
+                if len(one.places) > _FEW:
+                    self._fold_stretch(one, fresh)
+                else:
+                    for offset, time_us, record in one.records():
+                        self._fold_one(offset, time_us, record, fresh)
+                if sum(map(len, fresh.values())) > _MOST_FRESH:
+                    self._write_leases(fresh)
+            self._write_leases(fresh)
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+        return end
+
+    def _fold_one(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
+        kind = record[0] if record else 0
+        if kind == PUT:
+            self._put_message(offset, time_us, record)
+        elif kind == DELIVER:
+            self._deliver(offset, time_us, record, fresh)
+        elif kind == ACK:
+            self._ack(offset, time_us, record, fresh)
+        else:
+            self._write_leases(fresh)  # it may look for them; the group may be gone then
+            fresh.clear()
+            self._apply(offset, time_us, record)
+
+    def _fold_stretch(self, stretch: Stretch, fresh: Fresh) -> None:
+        base, data, heads, places, ends, _ = stretch
+        unpack_deliver = _DELIVER_ONE.unpack_from
+        unpack_ack = _ACK.unpack_from
+        # At hand: the queue last put to,
+        filling: _Filling | None = None
+        put_head = _NO_HEAD
+        append = heads.append
+        near = size = 0
+        # and the group last delivered to, with the chunk that its cursor is in.
+        reading: _Reading | None = None
+        deliver_head = ack_head = _NO_HEAD
+        at = lane = priority = spot = first = settled = soonest = 0
+        deltas: Sequence[int] = ()
+        leases: Leases = {}
+        for head, place, end in zip(heads, places, ends, strict=True):
+            if head == put_head:
+                append(place - near)
+                size += end - place
+                continue
+            if head == deliver_head:
+                n, gid, owner, deadline_ns, message, flags = unpack_deliver(data, place)
+                if (
+                    gid == at
+                    and flags == lane
+                    and n == _ONE_SIZE
+                    and spot < len(deltas)
+                    and deltas[spot] == message - first
+                ):
+                    spot += 1
+                    leases[message] = (priority, owner, deadline_ns)
+                    if deadline_ns < soonest:
+                        soonest = deadline_ns
+                    continue
+            elif head == ack_head:
+                n, gid, message = unpack_ack(data, place)
+                if gid == at and leases.pop(message, None) is not None:
+                    settled += 1
+                    if n > _ACK_SIZE:
+                        self._put(key_u64_u64(RESULT, gid, message), U64.pack(base + place))
+                    continue
+            # Everything else in the general way; then what it was about is at hand.
+            if filling is not None and not self._level_queue(filling, size):
+                filling, put_head = None, _NO_HEAD
+            if reading is not None:
+                self._level_group(reading, spot, settled, soonest)
+            size = settled = 0
+            self._fold_one(
+                base + place, stretch.time_us(place), data[place + ENVELOPE_BYTES : end], fresh
+            )
+            kind = head & 255
+            if kind == PUT:
+                filling, put_head = self._filling(head, stretch.end), _NO_HEAD
+                if filling is not None:
+                    put_head = head
+                    append = filling.chunk.deltas.append
+                    near = filling.chunk.base - base
+                continue
+            if kind not in (DELIVER, ACK):
+                filling, put_head = None, _NO_HEAD
+            reading = self._reading(head, data, place, fresh) if kind == DELIVER else None
+            deliver_head = ack_head = _NO_HEAD
+            if reading is not None:
+                deliver_head, ack_head = head, head & ~0xFFFFFF | ACK
+                at, priority = reading.group.gid, reading.priority
+                lane = priority << 4 | FROM_QUEUE
+                leases = reading.leases
+                deltas, spot, first = reading.chunk.deltas, reading.spot, reading.chunk.base
+                soonest = reading.group.next_deadline_ns
+        if filling is not None:
+            self._level_queue(filling, size)
+        if reading is not None:
+            self._level_group(reading, spot, settled, soonest)
+
+    def _filling(self, head: int, until: int) -> _Filling | None:
+        """The queue that plain puts with that head go to, if more can simply be added to it."""
+        priority, tid = head >> 12 & 15, head >> 32
+        if priority >= PRIORITIES or head >> 16 & 0xFFFF:
+            return None
+        topic = self._topic(tid)
+        chunk = self._tail(topic, priority)
+        if not chunk.deltas or until - chunk.base > NARROW:
+            return None
+        return _Filling(topic, priority, chunk)
+
+    def _level_queue(self, filling: _Filling, size: int) -> bool:
+        """Have the topic know of what was added to one of its queues; whether more can be."""
+        topic, priority = filling.topic, filling.priority
+        added = len(filling.chunk.deltas) - filling.known
+        if added:
+            topic.puts += added
+            topic.put_bytes += size - added * ENVELOPE_BYTES
+            topic.tails[priority] += added
+            topic.changed |= 1 << priority
+            self._changed_topics[topic.tid] = topic
+            self._split(topic, priority)
+            filling.known += added
+        return topic.tail[priority] is filling.chunk
+
+    def _reading(self, head: int, data: bytes, place: int, fresh: Fresh) -> _Reading | None:
+        """The group that a DELIVER of one message from a queue was for, now that it is done."""
+        if head >> 16 & 0xFFFF != 1:
+            return None
+        n, gid, _, _, _, flags = _DELIVER_ONE.unpack_from(data, place)
+        priority = flags >> 4
+        leases = fresh.get(gid)
+        if n != _ONE_SIZE or leases is None or priority >= PRIORITIES or not flags & FROM_QUEUE:
+            return None
+        group = self._groups[gid]
+        if group.skipped:  # it may be one of these that is next
+            return None
+        number, spot = divmod(group.cursor[priority], CHUNK_ENTRIES)
+        topic = self._topic(group.tid)
+        return _Reading(group, priority, self._chunk(topic, priority, number), spot, leases)
+
+    def _level_group(self, reading: _Reading, spot: int, settled: int, soonest: int) -> None:
+        """Have the group know of what it was handed out and what it settled."""
+        group = reading.group
+        taken = spot - reading.spot
+        if taken or settled:
+            group.cursor[reading.priority] += taken
+            group.picks += taken
+            group.n_leased += taken - settled
+            group.settled += settled
+            group.next_deadline_ns = soonest
+            reading.spot = spot
+            self._changed_groups[group.gid] = group
