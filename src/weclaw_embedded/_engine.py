@@ -168,6 +168,18 @@ class Engine(Folding, Durability, FileOptions):
         self.replication: Any = None  # this process's part in feeding the replica, if there is one
         self.making = threading.Lock()  # held to make it
         self._heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
+        try:
+            self._begin_work(opened, replica)
+        except BaseException:
+            # Nobody will have this engine to close it.
+            self.closed = True
+            self._stop_threads()
+            self.index.close(sync=False)
+            self._close_files()
+            raise
+
+    def _begin_work(self, opened: Opened, replica: object) -> None:
+        """What an opening has left to the engine: healing, telling, and the index anew."""
         if opened.role:
             self._take_role(opened)
         if self.recovery is not None:
@@ -575,12 +587,15 @@ class Engine(Folding, Durability, FileOptions):
         finally:
             if self.replication is not None:
                 self.replication.close()
-            self.timer.close()
-            self.renewals.close()
-            self.waker.close()
+            self._stop_threads()
             with self._lock:
                 self.closed = True
                 self._give_up()
+
+    def _stop_threads(self) -> None:
+        self.timer.close()
+        self.renewals.close()
+        self.waker.close()
 
     def _last_upkeep(self) -> None:
         """What a timer would have given back soon: there will be no timer."""

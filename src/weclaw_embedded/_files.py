@@ -38,6 +38,7 @@ from typing import NoReturn, TypeAlias
 from .errors import DiskFullError
 
 __all__ = [
+    "FULL",
     "Bytes",
     "allocated",
     "close",
@@ -72,7 +73,8 @@ __all__ = [
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# Every way of the system to say that there is no room.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IOV_MAX = 1024
 _MAX_CALL = 0x7FFFF000  # Linux reads and writes at most this much in one call
 _ZEROS = bytes(1 << 20)
@@ -91,7 +93,7 @@ _NETWORK_TYPES = frozenset({
 
 def _fail(error: OSError, what: str, fd: int) -> NoReturn:
     """Raise DiskFullError for every way of saying full, and `error` itself for the rest."""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         limit = "the file size limit" if error.errno == errno.EFBIG else "the disk or quota"
         raise DiskFullError(
             f"{what} failed: {limit} is reached ({error.strerror}) for {_name_of(fd)}; what the "

@@ -13,7 +13,6 @@ It does not know what may happen to a message; `_index_moves` does.
 
 from __future__ import annotations
 
-import errno
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final
@@ -42,12 +41,13 @@ from ._index_rows import (
     key_u64,
     name_key,
 )
+from .errors import DiskFullError
 
 _MAX_CHUNKS: Final = 64  # full chunks kept in memory, 4 KiB each
 _BATCH: Final = 512  # rows read at a time by a long scan
 
 
-class IndexFullError(OSError):
+class IndexFullError(DiskFullError):
     """The index could not be written, most likely for want of space on the disk.
 
     Nothing of the transaction is in it, and the transaction is over.  The log has what it has: its
@@ -99,9 +99,9 @@ class State:
         self.abort()
         if isinstance(error, lmdb.MapFullError):
             self._map_full = True  # the next transaction begins with a larger one
-        code = errno.EIO if isinstance(error, lmdb.PanicError) else errno.ENOSPC
         return IndexFullError(
-            code, f"the index could not be written ({error}); it follows when there is room"
+            f"the index could not be written ({error}), most likely for want of space; the log has "
+            "all that was confirmed, and the index follows when there is room"
         )
 
     def _arm(self, txn: lmdb.Transaction[bytes]) -> None:

@@ -17,6 +17,7 @@ It must not know what messages are.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import random
@@ -24,7 +25,7 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -40,7 +41,7 @@ from ._shared import (
     SYNC_HIGH,
     SharedPage,
 )
-from .errors import LockedError, StorageError, StoreFailedError
+from .errors import DiskFullError, LockedError, StorageError, StoreFailedError
 from .wal import COMMIT, LAST_FRAME, TAIL, Log, Recovery
 
 # Bytes past the largest offset of the log, so that no lock ever covers data.
@@ -114,6 +115,25 @@ def open_shared(
         # had just died: begin again.
         _files.close(fd)
         time.sleep(random.uniform(0.001, 0.02))
+
+
+@contextlib.contextmanager
+def typed_errors(path: str) -> Iterator[None]:
+    """Errors of the disk while a file is opened as those that users are told of."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _files.FULL:
+            raise DiskFullError(
+                f"opening {path} failed: {error.strerror}; nothing was lost; make room and open it "
+                "again"
+            ) from error
+        if error.errno == errno.EIO:
+            raise StoreFailedError(
+                f"opening {path} failed: {error.strerror}; what was confirmed is safe if the disk "
+                "has kept it; look at the disk, and open it again"
+            ) from error
+        raise
 
 
 def refuse_network(path: str) -> None:
@@ -260,10 +280,20 @@ def _open_first(
         page.shift = _new_shift(log) if shift is None else shift
         page.keep_replica_words(replica)
         slot, token = take_owner_slot(fd, page)
+        if old is None:
+            # Whoever made the file may have died, or not have come to it, before its name was on
+            # stable storage: what is promised from now on must not go with the name.
+            _sync_name(path)
         # Last of all: whoever finds the stamp takes the rest for true.
-        page.stamp(header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd))
+        _stamp(page, header, fd)
         _files.lock(fd, IN_USE, False)
     except BaseException:
+        if failed and shift is not None:
+            # Whoever tries next must know, too, that the cache may have what the disk lacks.
+            page.words[COMMIT], page.words[LAST_FRAME], page.words[FAILED] = commit, near, 1
+            page.shift = shift
+            page.keep_replica_words(replica)
+            _stamp(page, header, fd)
         page.close()
         if index is not None:
             index.close(sync=False)
@@ -271,6 +301,16 @@ def _open_first(
     return Opened(
         path, fd, header, directory, page, log, index, slot, token, recovery, rebuild, *role
     )
+
+
+def _stamp(page: SharedPage, header: FileHeader, fd: int) -> None:
+    page.stamp(header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd))
+
+
+def _sync_name(path: str) -> None:
+    # Who may not read the directory can't sync it; whoever made the file in it could.
+    with contextlib.suppress(PermissionError):
+        _files.sync_dir(os.path.dirname(path))
 
 
 def _recover(
@@ -351,7 +391,7 @@ def _index_matches(index: Index, log: Log) -> bool:
     """Whether the index was folded from this very log, up to a place the log still knows."""
     try:
         tx = index.write()
-    except (OSError, struct.error):  # the latter: of another release, which lays it out otherwise
+    except (OSError, DiskFullError, struct.error):  # the last: of another release's layout
         return False
     try:
         return log.ends_with(tx.applied, tx.last_frame, tx.last_crc)

@@ -13,7 +13,7 @@ import threading
 import weakref
 
 from ._engine import Engine
-from ._opening import Complete, open_shared
+from ._opening import Complete, open_shared, typed_errors
 
 _engines: dict[tuple[int, int], Engine] = {}
 _lookers: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -44,8 +44,9 @@ def acquire(
                     )
                 engine.handles += 1
                 return engine
-        opened = open_shared(real, segment_bytes, default_segment_bytes, complete)
-        engine = Engine(opened, replica)
+        with typed_errors(path):
+            opened = open_shared(real, segment_bytes, default_segment_bytes, complete)
+            engine = Engine(opened, replica)
         found = os.fstat(engine.fd)
         _engines[found.st_dev, found.st_ino] = engine
         engine.handles = 1

@@ -466,3 +466,77 @@ def work_quickly(pipe, path):
     q.get().ack()
     pipe.send(time.monotonic() - begun)
     q.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(errno.EIO, weclaw.StoreFailedError), (errno.ENOSPC, weclaw.DiskFullError)],
+)
+@pytest.mark.parametrize("new", [False, True], ids=["existing", "new"])
+def test_a_disk_that_fails_while_opening_is_said_in_our_words(
+    path, monkeypatch, code, expected, new
+):
+    """An error of the disk while a file is made or recovered is typed, and does not stay."""
+    from weclaw_embedded import _files
+
+    if not new:
+        with weclaw.Queue(path) as q:
+            q.put("kept")
+    shutil.rmtree(f"{path}.d", ignore_errors=True)
+
+    def fails(*args):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        for name in ("sync_data", "sync_all", "sync_dir"):
+            patch.setattr(_files, name, fails)
+        with pytest.raises(expected):
+            weclaw.Queue(path)
+    with weclaw.Queue(path) as q:
+        assert drain(q) == ([] if new else ["kept"])
+
+
+def test_an_opening_that_fails_at_its_end_leaves_nothing_open(path, monkeypatch):
+    """The index could not be made anew: the next opening in the same process can."""
+    from weclaw_embedded._folding import Folding
+
+    with weclaw.Queue(path) as q:
+        q.put("kept")
+    shutil.rmtree(f"{path}.d")
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fails(self, tx):
+        raise weclaw.DiskFullError("no room for the index")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folding, "fold_all", fails)
+        with pytest.raises(weclaw.DiskFullError):
+            weclaw.Queue(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with weclaw.Queue(path) as q:
+        assert drain(q) == ["kept"]
+
+
+def test_a_failed_sync_is_remembered_over_an_opening_that_fails(path, failing_sync, monkeypatch):
+    """What the cache has and the disk may lack is written again by the opening that succeeds."""
+    from weclaw_embedded import _recovery
+
+    q = weclaw.Queue(path)
+    q.put("kept")
+    failing_sync["fail"] = True
+    with pytest.raises(weclaw.StoreFailedError):
+        q.put("in doubt")
+    q.close()
+    for _ in range(2):
+        failing_sync["failed"] = 0
+        with pytest.raises(weclaw.StoreFailedError):
+            weclaw.Queue(path)
+    failing_sync["fail"] = False
+    again = []
+    real = _recovery._write_again
+    monkeypatch.setattr(
+        _recovery, "_write_again", lambda log, commit: (again.append(commit), real(log, commit))
+    )
+    with weclaw.Queue(path) as q:
+        assert len(again) == 1
+        assert drain(q) in (["kept"], ["kept", "in doubt"])

@@ -13,7 +13,7 @@ from tests.crash import power, workload
 from tests.crash.ledger import check
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files
+from weclaw_embedded import _files, _opening
 
 pytestmark = pytest.mark.crash
 
@@ -144,7 +144,7 @@ def test_after_a_power_cut_every_promise_holds(
     seed = f"ci {options['flush']} {options['retention']}"
     recorder = record(tmp_path / "disk", monkeypatch, seed, options, steps=60)
     torn = check_states(recorder, monkeypatch, tmp_path / "states", seed, options, states=10)
-    assert torn > 3
+    assert torn > 0
 
 
 def test_after_a_power_cut_the_promises_to_threads_hold(
@@ -245,3 +245,26 @@ def test_many_power_cuts(
         states=60,
         alone=seed % 2 == 0,
     )
+
+
+def test_a_name_is_on_the_disk_before_anything_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose maker died before its name was durable is there all the same after a put."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    with monkeypatch.context() as patch:
+        recorder = power.Recorder(directory, patch, "name")
+        with monkeypatch.context() as dying:
+            dying.setattr(_files, "sync_dir", lambda path: None)
+            _opening.create(str(directory / "tasks.wq"), 65536)
+        with weclaw.Queue(directory / "tasks.wq") as q:
+            q.put("kept")
+            promised = len(recorder.events)
+    for n in range(10):
+        rng = random.Random(f"name {n}")
+        disk = power.Disk(recorder, promised)
+        place = tmp_path / f"state {n}"
+        power.put_in_place(disk.state(rng), recorder, promised, "missing", place, rng)
+        with power.next_boot(monkeypatch, rng), weclaw.Queue(place / "tasks.wq") as q:
+            assert q.get(block=False).body == "kept"
