@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -70,6 +71,30 @@ def write_role(fd: int, header: FileHeader, role: int, epoch: int = 0) -> None:
     """Record what the file is, durably."""
     _files.write_at(fd, [pack_role(role, epoch, header.store_id)], ROLE_AT)
     _files.sync_data(fd)
+
+
+def check_is_file(path: str) -> None:
+    """Raise StorageError for a folder, a device or a pipe: opening one may block or do harm. A
+    missing file is none of these.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise StorageError(f"{path} is not a file; it was not touched; name another place")
+
+
+def is_same_file(path: str, other: str) -> bool:
+    """Whether both names are one file's, by whatever links. A missing file is the same as none but
+    its own name.
+    """
+    if os.path.realpath(path) == os.path.realpath(other):
+        return True
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
 
 
 class Copy:
@@ -265,6 +290,11 @@ class Copy:
         if header is None or not (self.empty or header.segment > words[LAST]):
             raise StreamError("a segment began that can't follow what the copy has")
         number = header.segment
+        if not self.empty and number == words[LAST] + 1:
+            # Where segments are missing in the primary, so they are here, and nothing can be said.
+            salt = log.place(words[LAST])[1]
+            if (header.prev_end, header.prev_salt) != (words[TAIL], salt):
+                raise StreamError("a segment began before all of the one before it had come")
         if self.empty:
             words[HEAD] = words[ANNOUNCED] = number
             _files.write_at(self.fd, [pack_head(number, self.header.store_id)], HEAD_RECORD_AT)
@@ -346,6 +376,7 @@ def _is_taken(path: str) -> bool:
 
 def role_of(path: str) -> tuple[FileHeader, int, int]:
     """(header, role, epoch of the role record) of a queue file, without opening it as one."""
+    check_is_file(path)
     fd = _files.open_ro(path)
     try:
         header = read_header(fd, path)

@@ -333,7 +333,9 @@ class Link:
             _stream.DIVERGED,
             state.epoch,
             f"what the copy ends with (at offset {state.last_end}) is not in this file: the two "
-            "have gone different ways, or it is damaged here",
+            "have gone different ways, or this file is an older one, or damaged; to go on with "
+            "what the copy has, move this file away and open again; to go on with this one, name "
+            "another place for the replica",
         )
 
     def pump(self, target: int, announced: int, until_s: float) -> bool:

@@ -13,12 +13,11 @@ It must not know what messages are.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from . import _files, _stream
-from ._copy import Copy
+from ._copy import Copy, check_is_file, is_same_file
 from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
 from ._format import (
     COPY,
@@ -160,13 +159,14 @@ def look(path: str, header: FileHeader, address: Address, patience_s: float) -> 
     """
     source: Source
     if isinstance(address, str):
-        if os.path.realpath(address) == os.path.realpath(path):
+        if is_same_file(address, path):
             return None
         try:
+            check_is_file(address)
             fd = _files.open_ro(address)
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, StorageError) as error:
             raise UnreachableError(f"the replica {address} can't be read: {error}") from None
         try:
             if not _files.size(fd) or read_header(fd, address).store_id != header.store_id:

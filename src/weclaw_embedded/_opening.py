@@ -103,6 +103,7 @@ def open_shared(
     while True:
         if is_new(path):
             create(path, segment_bytes or default_segment_bytes)
+            complete = None  # whoever made it has seen that there was nothing
         fd = _files.open_rw(path)
         try:
             opened = _open_fd(path, fd, segment_bytes, time.monotonic() > give_up_s, complete)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, Final
 
 from . import _stream
-from ._copy import EMPTY_STATE, Copy, role_of
+from ._copy import EMPTY_STATE, Copy, check_is_file, role_of
 from ._format import COPY, check_segment_bytes
 from ._stream import (
     ACK,
@@ -53,8 +53,9 @@ from .errors import FormatVersionError, LockedError, WeclawError
 
 logger = logging.getLogger("weclaw_embedded")
 
-# How long the receiver of a feeder that has died may take to end.
+# How long the receiver of a feeder that has died may take to end. Who only fetches asks again.
 _LOCK_PATIENCE_S: Final = 5.0
+_FETCH_PATIENCE_S: Final = 1.0
 
 
 class _RefusedError(Exception):
@@ -152,6 +153,7 @@ def _refuse(wire: _Wire, why: int, text: str, epoch: int = 0) -> int:
 def _open(path: str, hello: Hello) -> Copy | None:
     """The copy, locked. What must not be overwritten is refused before it is touched."""
     feeds = any(hello.store_id)
+    check_is_file(path)
     try:
         header, _, _ = role_of(path)
     except FileNotFoundError:
@@ -178,7 +180,7 @@ def _open(path: str, hello: Hello) -> Copy | None:
         )
     if feeds and header.segment_bytes != hello.segment_bytes:
         raise _RefusedError(DIVERGED, f"{path} has segments of another size; it was not touched")
-    copy = Copy.open(path, _LOCK_PATIENCE_S)
+    copy = Copy.open(path, _LOCK_PATIENCE_S if feeds else _FETCH_PATIENCE_S)
     if copy is not None and feeds and copy.header.epoch > hello.epoch:
         # Promoted between the two looks.
         epoch = copy.header.epoch
@@ -189,6 +191,7 @@ def _open(path: str, hello: Hello) -> Copy | None:
 
 def _look(path: str, hello: Hello) -> Copy | None:
     """The copy, to be read by one whose file may be damaged; it goes on being written by others."""
+    check_is_file(path)
     try:
         if not os.stat(path).st_size:
             return None

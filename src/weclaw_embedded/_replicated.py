@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _files, _records
-from ._copy import write_role
+from ._copy import is_same_file, write_role
 from ._feeder import RECORD_NAME, normal, read_record, write_record
 from ._format import PRIMARY
 from ._replication import Replication, fenced_error
@@ -197,7 +197,7 @@ def configure(engine: Engine) -> None:
         if not words[REPLICATION] & WANTED:
             words[REPLICA_HIGH] = 0  # whoever promised a replica is gone, and so is that
         return
-    if isinstance(address, str) and os.path.realpath(address) == os.path.realpath(engine.path):
+    if isinstance(address, str) and is_same_file(address, engine.path):
         if engine.chose("replica", environment=False):
             raise ValueError(
                 f"replica={address!r} is the file itself; nothing was opened; name another place"

@@ -17,7 +17,7 @@ import time
 from typing import Final
 
 from . import _clock, _files, _stream
-from ._copy import Copy, role_of
+from ._copy import Copy, is_same_file, role_of
 from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._format import COPY, PRIMARY
 from ._healing import UnreachableError, complete, patience_of, replica_of
@@ -96,20 +96,27 @@ def _restore(path: str, address: Address, why: str, patience_s: float) -> bool:
     """Get it from the replica; False when that has no data. One that does not answer is asked
     again until the time is over.
     """
-    if isinstance(address, str) and (
-        is_new(address) or os.path.realpath(address) == os.path.realpath(path)
-    ):
-        return False  # that replica is still to be made
+    try:
+        if isinstance(address, str) and (is_new(address) or is_same_file(address, path)):
+            return False  # that replica is still to be made
+    except OSError as error:
+        raise UnreachableError(
+            f"{path} {why}, and whether its replica has data can't be seen: {error}; nothing was "
+            "made; name another place for the replica, or begin with replica=False"
+        ) from None
     until_s = time.monotonic() + patience_s
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
             return _restore_once(path, address, why, until_s)
         except RefusedError as refused:
-            kind = LockedError if refused.why == BUSY else StorageError
-            raise kind(
-                f"{path} {why}, and its replica refuses to restore it: {refused}; nothing was made"
-            ) from None
+            # The receiver of one who has just died may still end.
+            if refused.why != BUSY or time.monotonic() + pause_s >= until_s:
+                kind = LockedError if refused.why == BUSY else StorageError
+                raise kind(
+                    f"{path} {why}, and its replica refuses to restore it: {refused}; nothing was "
+                    "made"
+                ) from None
         except (LinkDownError, StreamError) as error:
             if time.monotonic() + pause_s >= until_s or isinstance(error, NotStartedError):
                 raise UnreachableError(

@@ -11,12 +11,14 @@ import os
 import sys
 from typing import BinaryIO, NamedTuple
 
-from . import _files
+from . import _files, _registry
 from ._copy import ROLE_NAMES, lock_copy, read_role, role_of, write_role
-from ._format import PRIMARY
+from ._format import DEFAULT_SEGMENT_BYTES, PRIMARY
 from ._opening import IN_USE, RECEIVER, read_header
+from ._options import store_options
 from ._receiver import serve
 from ._recovery import recover_copy
+from ._shared import IS_COPY, IS_FENCED, REPLICATION
 from .errors import StorageError
 from .wal import Log, LogState
 
@@ -56,7 +58,8 @@ def receive(path: str | os.PathLike[str], stdin: BinaryIO, stdout: BinaryIO) -> 
 
     Returns when the stream ends: 0, or 1 when it was refused. Both must be open files.
     """
-    return serve(os.path.abspath(os.fsdecode(path)), stdin, stdout)
+    # The file itself, so that a link to another disk is not replaced by a file on this one.
+    return serve(os.path.realpath(os.fsdecode(path)), stdin, stdout)
 
 
 def promote(path: str | os.PathLike[str]) -> int:
@@ -66,9 +69,7 @@ def promote(path: str | os.PathLike[str]) -> int:
     StorageError when it is no copy; then nothing was changed. Once this has returned the primary it
     was a copy of is fenced off at its next contact. Interrupted in the middle, call it again.
     """
-    from ._store import open as open_store
-
-    name = os.path.abspath(os.fsdecode(path))
+    name = os.path.realpath(os.fsdecode(path))
     if not os.path.exists(name):
         raise StorageError(f"there is no file at {name}; nothing was changed; check the path")
     fd = _files.open_rw(name)
@@ -85,14 +86,27 @@ def promote(path: str | os.PathLike[str]) -> int:
         recover_copy(log)
         # The epoch first: from here on the old primary is refused, whatever happens to us.
         epoch = log.write_header(epoch=max(header.epoch, fenced_by) + 1).epoch
-        write_role(fd, header, PRIMARY)
         # Shared, as those hold it who have a queue open: no receiver comes in between.
         _files.try_lock(fd, RECEIVER, False)
-        open_store(name, replica=False).close()
+        _forget_replica(name)
+        # Last: one who finds this undone promotes it again, and the copy's own address, which the
+        # log has from its primary, is never taken for that of a replica.
+        write_role(fd, header, PRIMARY)
     finally:
         _files.close(fd)
     logger.warning("%s was promoted: it is a primary now, with epoch %d", name, epoch)
     return epoch
+
+
+def _forget_replica(path: str) -> None:
+    """Record in the file that it has no replica."""
+    engine = _registry.acquire(path, None, DEFAULT_SEGMENT_BYTES)
+    try:
+        engine.page.words[REPLICATION] &= ~(IS_COPY | IS_FENCED)
+        engine.adopt(store_options({"replica": False}), "promote")
+        engine.flush()
+    finally:
+        _registry.release(engine)
 
 
 def main() -> None:

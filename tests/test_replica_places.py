@@ -1,0 +1,200 @@
+"""Where a copy may be, and where not: what must not be overwritten is refused, with a reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.processes import Child
+from tests.replica_tools import bodies, command, eventually, level, same
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import replica
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def open_queue(copy: Path, open_queue: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, closed before it is looked what is left behind."""
+    return open_queue
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(words).returncode:
+        pytest.skip("can't mount a small disk here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def remount(place: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(place)], check=True)
+
+
+def put_at_last(q: Any, body: Any) -> None:
+    """Put again until it is confirmed."""
+
+    def put() -> bool:
+        try:
+            q.put(body)
+        except weclaw.ReplicaUnavailableError:
+            return False
+        return True
+
+    eventually(put, 60)
+
+
+def refused(q: Any, word: str) -> None:
+    """A put says why it is not confirmed."""
+    until = time.monotonic() + 60
+    while True:
+        with pytest.raises(weclaw.ReplicaUnavailableError) as caught:
+            q.put("refused")
+        if word in str(caught.value):
+            return
+        assert time.monotonic() < until, str(caught.value)
+
+
+def test_a_folder_that_is_not_there_yet(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """Puts say so, and go on once somebody has made it."""
+    place = copy.parent / "new" / "copy.wq"
+    q = open_queue(replica=place, replica_timeout=0.5)
+    refused(q, "No such file or directory")
+    place.parent.mkdir()
+    put_at_last(q, 1)
+    q.close()
+    same(path, place)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "device"])
+@pytest.mark.parametrize("way", ["file", "command"])
+def test_what_is_no_file_is_left_alone(
+    open_queue: Callable[..., Any], path: Path, copy: Path, what: str, way: str
+) -> None:
+    """It is neither opened, which may block, nor replaced."""
+    with weclaw.Queue(path) as q:
+        q.put(1)
+    if what == "folder":
+        copy.mkdir()
+    elif what == "pipe":
+        os.mkfifo(copy)
+    else:
+        if os.geteuid() != 0:
+            pytest.skip("only root makes devices")
+        os.mknod(copy, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    before = os.lstat(copy).st_mode
+    q = open_queue(replica=copy if way == "file" else command(copy), replica_timeout=0.5)
+    refused(q, "is not a file")
+    q.close()
+    assert os.lstat(copy).st_mode == before
+
+
+def test_a_link_to_another_disk_stays_a_link(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """The copy is made where it leads, and promoted there."""
+    real = copy.with_name("real.wq")
+    copy.symlink_to(real)
+    q = open_queue(replica=copy)
+    q.put(1)
+    q.close()
+    assert copy.is_symlink()
+    same(path, real)
+    replica.promote(copy)
+    assert copy.is_symlink()
+    assert replica.node(real).role == "primary"
+
+
+def test_another_name_of_the_file_itself_is_refused(path: Path, copy: Path) -> None:
+    """A hard link too."""
+    with weclaw.Queue(path) as q:
+        q.put(1)
+    os.link(path, copy)
+    with pytest.raises(ValueError, match="itself"):
+        weclaw.Queue(path, replica=copy)
+
+
+def test_a_full_disk_of_the_replica_is_said_and_worked_off(
+    open_queue: Callable[..., Any], path: Path, small_disk: Path
+) -> None:
+    """Puts raise with the reason, what was confirmed is there; it goes on when there is room."""
+    place = small_disk / "copy.wq"
+    q = open_queue(replica=place, replica_timeout=1.0)
+    confirmed = []
+    with pytest.raises(weclaw.ReplicaUnavailableError):
+        for n in range(100):
+            q.put([n, os.urandom(100_000)])
+            confirmed.append(n)
+    refused(q, "DiskFullError")
+    assert {body[0] for body in bodies(place)} >= set(confirmed)
+    remount(small_disk, "size=64m")
+    put_at_last(q, ["last", b""])
+    q.close()
+    same(path, place)
+
+
+def test_a_disk_of_the_replica_that_takes_no_writes(
+    open_queue: Callable[..., Any], path: Path, small_disk: Path
+) -> None:
+    """Read-only from one moment on, and back again."""
+    place = small_disk / "copy.wq"
+    q = open_queue(replica=place, sync_replica=False)
+    q.put(1)
+    level(q)
+    q.close()
+    remount(small_disk, "ro")
+    q = open_queue(replica=place, sync_replica=True, replica_timeout=0.5)
+    refused(q, "Read-only")
+    remount(small_disk, "rw")
+    put_at_last(q, 2)
+    q.close()
+    same(path, place)
+
+
+def die_promoting(pipe, path, step):
+    from weclaw_embedded import replica
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(replica, step, die)
+    replica.promote(path)
+
+
+@pytest.mark.parametrize("step", ["recover_copy", "_forget_replica", "write_role"])
+def test_a_promotion_that_was_interrupted_is_done_again(
+    open_queue: Callable[..., Any], path: Path, copy: Path, step: str
+) -> None:
+    """Afterwards the copy is a queue without a replica; the old file is refused in any case."""
+    q = open_queue(replica=command(copy))
+    q.put(1)
+    q.close()
+    with Child(die_promoting, str(copy), step) as child:
+        child.wait()
+    assert replica.node(copy).role == "copy"
+    assert replica.promote(copy) > 1
+    new = open_queue(at=copy)
+    new.put(2)
+    assert new.stats().replica_lag is None
+    assert [msg.body for msg in new.peek(5)] == [1, 2]
+    new.close()
+    q = open_queue()
+    with pytest.raises(weclaw.SendFailedError):
+        while True:
+            q.put(3)
