@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from . import _clock, _records
 from ._engine import Engine
@@ -22,8 +22,11 @@ from ._records import NEVER, RELEASE
 from ._session import ALL, Session
 from ._shared import READY, SETTLED, mask_of
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
+from .errors import CorruptError
 
 MAX_REASON_BYTES: Final = 4096
+_OWN_ID_DIGITS: Final = 22
+_HEX: Final = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,55 @@ def place(session: Session, offset: int) -> tuple[int, int]:
     if carried is None:
         raise LookupError(f"the message at offset {offset} is no longer kept")
     return carried.offset, carried.salt
+
+
+def find(session: Session, tid: int, id: str) -> int | None:
+    """The offset of the message with this id, given by the caller or made by us, while it is kept
+    in the topic.
+    """
+    tx = session.tx
+    offset = tx.find_id(tid, id)
+    if offset is not None:
+        kept = offset >= session.log.head_offset or tx.location(offset) is not None
+        return offset if kept else None
+    if len(id) != _OWN_ID_DIGITS or not _HEX.issuperset(id):
+        return None
+    offset = int(id[:14], 16)
+    log = session.log
+    if offset >= log.pending_tail:
+        return None
+    if offset < log.head_offset:
+        carried = tx.location(offset)
+        if carried is None or carried.tid != tid or own_id(offset, carried.salt) != id:
+            return None
+    else:
+        try:
+            if own_id(offset, log.salt(offset)) != id or not _is_put(
+                session.engine.put_and_time(offset)[0], tid
+            ):
+                return None
+        except (LookupError, ValueError, CorruptError):
+            return None
+    return offset
+
+
+def _is_put(record: Any, tid: int) -> bool:
+    try:
+        put = _records.unpack_put(record)
+    except ValueError:
+        return False
+    return put.tid == tid and _records.META_ID not in put.meta
+
+
+def is_kept(session: Session, tid: int, id: str) -> bool:
+    """Whether a put with this id has to store nothing."""
+    offset = find(session, tid, id)
+    if offset is None:
+        return False
+    if session.tx.find_id(tid, id) is not None:
+        return True
+    record, _ = session.engine.put_and_time(place(session, offset)[0])  # the id is one of ours
+    return not session.tx.is_free(tid, offset, _records.unpack_put(record).priority)
 
 
 def deadline_of(visibility_s: float | None) -> int:

@@ -380,14 +380,21 @@ class Ask(Change):
         if value is None:
             return None
         offset, priority = ID_ROW.unpack(value)
+        return None if self.is_free(tid, offset, priority) else int(offset)
+
+    def is_free(self, tid: int, offset: int, priority: int) -> bool:
+        """Whether the id of a message may be given again: it was cancelled, or all who had it
+        purged it.
+        """
+        why = self._get(key_tid_u64(SKIP, tid, offset))
+        if why is not None and why[1] == CANCELLED:
+            return True
         groups = self.groups(tid)
         purged = [group for group in groups if self.purged(group.gid, offset, priority)]
-        if purged and all(
+        return bool(purged) and all(
             group in purged or not (self.deliveries(group, offset) or self.row(group.gid, offset))
             for group in groups
-        ):
-            return None
-        return int(offset)
+        )
 
     def state(self, group: GroupState, offset: int, priority_of: Callable[[int], int]) -> str:
         """Return where a message stands in a group.

@@ -16,6 +16,7 @@ from ._delivery import (
     Lease,
     Terms,
     digest_of,
+    is_kept,
     seen_by,
     topic_of,
     wait_settled,
@@ -103,7 +104,6 @@ def _without_known(
     session: Session, tid: int, messages: Sequence[Encoded]
 ) -> tuple[list[Encoded], list[str | None]]:
     """Leave out what is already kept under its id, in the file or earlier in this very put."""
-    tx = session.tx
     fresh: list[Encoded] = []
     ids: list[str | None] = []
     seen: set[str] = set()
@@ -114,7 +114,7 @@ def _without_known(
             fresh.append(message)
             continue
         ids.append(given)
-        if given not in seen and tx.find_id(tid, given) is None:
+        if given not in seen and not is_kept(session, tid, given):
             fresh.append(message)
         seen.add(given)
     return fresh, ids
@@ -233,6 +233,15 @@ def check_size(messages: Sequence[Encoded], limit: int) -> None:
         )
 
 
+def check_headers(packed: bytes | None, limit: int) -> None:
+    """Refuse headers that are too large, before anything is written."""
+    if packed is not None and len(packed) > limit:
+        raise MessageTooLargeError(
+            f"the headers have {len(packed)} bytes once encoded, more than "
+            f"max_message_bytes={limit}; nothing was put; put it into the body, or put less"
+        )
+
+
 def transact(
     session: Session,
     acks: Sequence[tuple[Lease, bytes]],
@@ -282,7 +291,7 @@ def _transact(
         id = message[1].id
         if id is not None:
             ids.append(id)
-            if (tid, id) in given or session.tx.find_id(tid, id) is not None:
+            if (tid, id) in given or is_kept(session, tid, id):
                 continue
             given.add((tid, id))
         else:

@@ -8,19 +8,16 @@ deaths, expiries) is judged first, so that an answer is true at the moment it is
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from . import _delivery, _records, _taking
-from ._delivery import Address, own_id, place
+from ._delivery import Address, place
 from ._index import GroupState
 from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD
 from ._session import SYNC, Session
 from ._shared import mask_of
 from ._wake import Waiter
 from .errors import CorruptError
-
-_OWN_ID_DIGITS: Final = 22
-_HEX: Final = frozenset("0123456789abcdef")
 
 
 class Stats(NamedTuple):
@@ -61,44 +58,6 @@ class GroupInfo(NamedTuple):
     offset: int
     """Everything before it is settled in this group."""
     paused: bool
-
-
-def find(session: Session, tid: int, id: str) -> int | None:
-    """The offset of the message with this id, given by the caller or made by us, while it is kept
-    in the topic.
-    """
-    tx = session.tx
-    offset = tx.find_id(tid, id)
-    if offset is not None:
-        kept = offset >= session.log.head_offset or tx.location(offset) is not None
-        return offset if kept else None
-    if len(id) != _OWN_ID_DIGITS or not _HEX.issuperset(id):
-        return None
-    offset = int(id[:14], 16)
-    log = session.log
-    if offset >= log.pending_tail:
-        return None
-    if offset < log.head_offset:
-        carried = tx.location(offset)
-        if carried is None or carried.tid != tid or own_id(offset, carried.salt) != id:
-            return None
-    else:
-        try:
-            if own_id(offset, log.salt(offset)) != id or not _is_put(
-                session.engine.put_and_time(offset)[0], tid
-            ):
-                return None
-        except (LookupError, ValueError, CorruptError):
-            return None
-    return offset
-
-
-def _is_put(record: Any, tid: int) -> bool:
-    try:
-        put = _records.unpack_put(record)
-    except ValueError:
-        return False
-    return put.tid == tid and _records.META_ID not in put.meta
 
 
 def is_dead(session: Session, gid: int, offset: int) -> bool:
@@ -184,7 +143,7 @@ def status(session: Session, address: Address, id: str, dead: list[int]) -> str:
     group = None if topic is None else swept(session, address, dead)
     if topic is None or group is None:
         return "unknown"
-    offset = find(session, topic.tid, id)
+    offset = _delivery.find(session, topic.tid, id)
     if offset is None:
         return "unknown"
     return state_of(session, group, offset)
@@ -222,7 +181,7 @@ def outcome(
     """
     topic = session.tx.topic(address.topic)
     group = None if topic is None else swept(session, address, dead)
-    offset = None if topic is None or group is None else find(session, topic.tid, id)
+    offset = None if topic is None or group is None else _delivery.find(session, topic.tid, id)
     if group is None or offset is None:
         return Outcome("unknown", -1, None)
     state = state_of(session, group, offset)
@@ -239,7 +198,7 @@ def cancel(
     topic = session.tx.topic(address.topic)
     if dead is not None and session.tx.group(address.gid) is not None:
         swept(session, address, dead)  # what the group holds no more is not held
-    offset = None if topic is None else find(session, topic.tid, id)
+    offset = None if topic is None else _delivery.find(session, topic.tid, id)
     if topic is None or offset is None:
         return False
     tx = session.tx

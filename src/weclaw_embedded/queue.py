@@ -250,7 +250,7 @@ class Queue:
 
     def _find(self, session: Session, id: str) -> int | None:
         topic = session.tx.topic(self.topic)
-        return None if topic is None else _queries.find(session, topic.tid, id)
+        return None if topic is None else _delivery.find(session, topic.tid, id)
 
     def _place(self, session: Session, offset: int) -> tuple[int, int]:
         return _delivery.place(session, offset)
@@ -394,6 +394,7 @@ class Queue:
             if not isinstance(headers, Mapping):
                 raise TypeError(f"headers must be a dict, not {headers!r}; nothing was put")
             terms.headers = _values.pack_value(dict(headers), "headers") if headers else None
+            _putting.check_headers(terms.headers, self._engine.option("max_message_bytes"))
         return data, terms
 
     def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
@@ -832,7 +833,7 @@ class Queue:
                 return 0
             chosen = []
             for one in dict.fromkeys(ids):
-                offset = _queries.find(session, topic.tid, one)
+                offset = _delivery.find(session, topic.tid, one)
                 if offset is None:
                     continue
                 record, _ = session.engine.put_and_time(_delivery.place(session, offset)[0])

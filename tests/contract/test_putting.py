@@ -697,3 +697,34 @@ def test_batch_forces_to_disk_whatever_was_written(open_queue, monkeypatch, how)
         }[how]()
     assert first == msg.id
     assert synced.wait(10.0)
+
+
+def test_an_id_the_library_made_is_put_once_too(open_store):
+    """Putting under the id of a message that is kept stores nothing, whoever made the id."""
+    store = open_store()
+    q = store.queue()
+    made, gone = q.put_many(["first", "gone"])
+    assert q.put("again", id=made) == made
+    assert q.put_many([weclaw.Put("again", id=made)]) == [made]
+    with q.transaction() as tx:
+        tx.put("again", id=made)
+    assert q.qsize() == 2
+    assert q.cancel(gone)
+    assert q.put("new under the old id", id=gone) == gone
+    assert q.put("once", id=gone) == gone
+    assert drain(q) == ["first", "new under the old id"]
+    assert q.put("settled and retained", id=made) == made
+    assert drain(q) == []
+    assert store.queue("another topic").put("its own", id=made) == made
+    assert store.queue("another topic").qsize() == 1
+
+
+def test_headers_have_the_limit_of_a_message(open_queue):
+    """Headers that are larger than a message may be are refused like one, nothing written."""
+    q = open_queue(max_message_bytes=1000)
+    q.put("fits", headers={"h": "x" * 900})
+    with pytest.raises(weclaw.MessageTooLargeError):
+        q.put("x", headers={"h": "x" * 1000})
+    with pytest.raises(weclaw.MessageTooLargeError):
+        q.put_many(["a", weclaw.Put("x", headers={"h": "x" * 1000})])
+    assert drain(q) == ["fits"]
