@@ -317,6 +317,34 @@ def test_a_reader_of_freed_and_reused_space_gets_lookup_error(path: Path) -> Non
         _files.close(log.fd)
 
 
+def test_what_is_freed_while_it_is_checked_is_no_damage(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check goes on with what is kept, wherever it is overtaken."""
+    with opened(path) as (log, _):
+        for n in range(40):
+            put(log, bytes([n]) * 10_000)
+        real = log.segments
+
+        def segments() -> list[int]:
+            found = real()
+            log.free(found[0])
+            real()  # another thread looks, and forgets it
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "segments", segments)
+            assert log.verify() == []
+
+        def seen(_: int, __: int) -> None:
+            log.free(log.state.words[LAST] - 1)
+            settle(log)
+            for _ in range(10):
+                put(log, b"new" * 4000)
+
+        assert log.verify(seen) == []
+
+
 def test_reading_goes_on_in_threads_while_others_write_and_free(path: Path) -> None:
     """Threads that read without a lock get true bytes or LookupError, whatever goes on."""
     with opened(path) as (log, _):

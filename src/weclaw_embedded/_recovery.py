@@ -545,20 +545,26 @@ def verify(log: Segments, seen: Callable[[int, int], None] | None = None) -> lis
             found.append((0, f"the {name} copy of the header block is damaged"))
     head, tail = words[HEAD], words[TAIL]
     for segment in log.segments():
-        slot = log.slot_of(segment)
-        position = log.slot_position(slot)
+        try:
+            position = log.slot_position(log.slot_of(segment))
+        except KeyError:
+            continue  # freed while we looked; one that lost its headers is found below
         for name, at in (("first", 0), ("second", log.segment_bytes - SLOT_BYTES)):
             data = _files.read_at(log.fd, SLOT_BYTES, position + at)
             header = unpack_slot(data, log.header.store_id, log.segment_bytes)
             if (header is None or header.segment != segment) and segment >= words[HEAD]:
                 found.append((segment << log.bits, f"the {name} slot header is damaged"))
+
+    def note(offset: int, reason: str) -> None:
+        # What was freed while we looked may be half zeroed by now, and is no damage.
+        if offset >= words[HEAD] << log.bits:
+            found.append((offset, reason))
+
     start = head << log.bits
     told = 0
     while True:
         try:
-            for one in stretches(
-                log, start, tail, on_damage=lambda offset, reason: found.append((offset, reason))
-            ):
+            for one in stretches(log, start, tail, on_damage=note):
                 if seen is not None and one.end >= told:
                     seen(one.end - (head << log.bits), tail - (head << log.bits))
                     told = one.end + log.segment_bytes
