@@ -14,18 +14,16 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from . import _files
 from ._opening import WRITE
-from ._session import ALL
 from ._shared import (
     FAILED,
     FEED_PIPE,
     FEEDER_SLEEPS,
-    READY,
     REPLICATION,
     SYNC_WANTED,
-    WAITERS,
     SharedPage,
 )
 from ._wake import FEED_BYTE, READY_BYTE, Timer, Waker
@@ -54,6 +52,7 @@ class Durability:
     closed: bool
     waker: Waker
     timer: Timer
+    wake: Callable[[Sequence[int], bytes], None]
     _lock: threading.Lock
     _sync_lock: threading.Lock
     _syncing: bool
@@ -138,13 +137,12 @@ class Durability:
                     raise self._failed()
                 if words[COMMIT] < target:
                     words[COMMIT] = target
-                    if words[WAITERS]:
-                        pokes = self.page.take_waiting(READY, ALL)
+                    pokes = self.page.take_seen()
                 feeder = words[FEEDER_SLEEPS]
             finally:
                 _files.unlock(self.fd, WRITE)
         if pokes:
-            self.waker.poke(pokes, READY_BYTE)
+            self.wake(pokes, READY_BYTE)
         # Where whoever waits for the replica leads the round himself, nobody else is woken for it.
         if feeder and not (feeder == self.slot + 1 and words[REPLICATION] & SYNC_WANTED):
             words[FEEDER_SLEEPS] = 0

@@ -208,6 +208,7 @@ class Engine(Folding, Durability, FileOptions):
     def turn(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """`execute`, once, with the space there is."""
         with self._lock:
+            self._check_open()
             try:
                 _files.lock(self.fd, WRITE, True)
                 session = self._begin()
@@ -218,7 +219,7 @@ class Engine(Folding, Durability, FileOptions):
                     session.abort()
                     raise
                 tail = self.page.words[TAIL]
-                pokes = self._take_pokes(session) if self.page.words[WAITERS] else None
+                pokes = self._take_pokes(session)
             finally:
                 # Also when the lock was not reached: releasing what is not held does nothing.
                 _files.unlock(self.fd, WRITE)
@@ -246,6 +247,7 @@ class Engine(Folding, Durability, FileOptions):
 
     def _turn_of(self, jobs: Sequence[Job]) -> int:
         with self._lock:
+            self._check_open()
             try:
                 _files.lock(self.fd, WRITE, True)
                 session = self._begin()
@@ -266,17 +268,17 @@ class Engine(Folding, Durability, FileOptions):
                     session.abort()
                     raise
                 tail = self.page.words[TAIL]
-                pokes = self._take_pokes(session) if self.page.words[WAITERS] else None
+                pokes = self._take_pokes(session)
             finally:
                 _files.unlock(self.fd, WRITE)
         self._after(session, pokes)
         return tail
 
-    def _after(self, session: Session, pokes: list[tuple[bytes, list[int]]] | None) -> None:
+    def _after(self, session: Session, pokes: list[tuple[bytes, Sequence[int]]] | None) -> None:
         """What follows a turn, with the lock given back."""
         if pokes is not None:
             for kind, slots in pokes:
-                self.waker.poke(slots, kind)
+                self.wake(slots, kind)
         last = self.page.words[LAST]
         if last != self._last_segment:
             # At once, so that space is used again as fast as it is used up.
@@ -316,9 +318,12 @@ class Engine(Folding, Durability, FileOptions):
             finally:
                 self._room_maker = 0
 
-    def _begin(self) -> Session:
+    def _check_open(self) -> None:
+        # Before the lock: the descriptor may be somebody else's by now.
         if self.closed:
             raise ClosedError(f"{self.path} is closed; nothing was changed; open it again")
+
+    def _begin(self) -> Session:
         words = self.page.words
         if words[FAILED] or self._failure:
             raise self._failed()
@@ -330,13 +335,26 @@ class Engine(Folding, Durability, FileOptions):
         mode = words[REPLICATION]
         return _session_maker()(self, mode) if mode else Session(self)
 
-    def _take_pokes(self, session: Session) -> list[tuple[bytes, list[int]]]:
+    def _take_pokes(self, session: Session) -> list[tuple[bytes, Sequence[int]]] | None:
+        if not (session.woken or self.page.words[WAITERS]):
+            return None
         pokes = []
+        if session.woken:
+            pokes.append((READY_BYTE, session.woken))
         if session.ready:
             pokes.append((READY_BYTE, self.page.take_waiting(READY, session.ready)))
         if session.settled:
             pokes.append((SETTLED_BYTE, self.page.take_waiting(SETTLED, session.settled)))
         return pokes
+
+    def wake(self, slots: Sequence[int], kind: bytes) -> None:
+        """Wake the processes in these slots. If one of them has died, all others that wait: what
+        it was to be woken for is theirs now.
+        """
+        if not self.waker.poke(slots, kind):
+            # What was done before stays done, also if the file fails just now.
+            with contextlib.suppress(StoreFailedError, ClosedError, FencedError, DiskFullError):
+                self.turn(lambda session: self.bury(session, self.dead_owners(everyone=True)))
 
     # -- owners -------------------------------------------------------------------------------
 
@@ -360,18 +378,54 @@ class Engine(Folding, Durability, FileOptions):
             self.page.words[DEAD_SEQ] += 1
             session.ready = ALL
 
+    def stop_waiting(self) -> None:
+        """Somebody here leaves who waited, without having looked once more: what he may have been
+        woken for is told to the others.
+        """
+
+        def leave(session: Session) -> None:
+            self.unmark()
+            session.ready = ALL
+
+        # Who is told that the file failed or is closed needs no telling.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
+            self.execute(leave)
+
+    def unmark(self) -> None:
+        """Have this process not woken for messages while nobody in it waits for any: another one
+        would sleep on. Called under the write lock.
+        """
+        if self.page.waits(self.slot, READY) and not self.waker.has_any(READY_BYTE):
+            self.page.wait_no_more(self.slot, READY)
+
     def wait(self, waiter: Waiter, until_s: float | None) -> None:
-        """Sleep until woken, `until_s` (time.monotonic), a death, or a promise left behind."""
+        """Sleep until woken, `until_s` (time.monotonic), a death, or a promise left behind.
+
+        The caller looks again then. One who is interrupted does not: that is told to the others.
+        """
+        try:
+            self._sleep(waiter, until_s)
+            self.waker.discard(waiter)
+        except BaseException:
+            self.waker.discard(waiter)
+            self.stop_waiting()
+            raise
+
+    def _sleep(self, waiter: Waiter, until_s: float | None) -> None:
+        tail = self.page.words[TAIL]
         while True:
             now_s = time.monotonic()
             left_s = DEATH_CHECK_S if until_s is None else min(DEATH_CHECK_S, until_s - now_s)
-            if waiter.wait(left_s) or self.closed or self.page.words[FAILED]:
+            if self.waker.wait(waiter, left_s) or self.closed or self.page.words[FAILED]:
                 return
             if until_s is not None and time.monotonic() >= until_s:
                 return
             if self.dead_owners(everyone=True):
                 return
             words = self.page.words
+            if words[TAIL] != tail:
+                # Somebody else was woken for that. He may be stopped, and his lease may run out.
+                return
             if words[SYNC_HIGH] > words[COMMIT]:
                 # So long without a sync: whoever wrote this may have died before it.
                 self.durable(words[TAIL])
@@ -634,6 +688,7 @@ class Engine(Folding, Durability, FileOptions):
     def _leave(self, session: Session) -> None:
         self._release(session, lambda holder: True)
         self.page.set_token(self.slot, 0)
+        session.ready = ALL  # what this process was woken for, and did not take, is the others'
 
     def _give_up(self) -> None:
         words = self.page.words

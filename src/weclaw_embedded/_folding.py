@@ -84,7 +84,10 @@ class Folding:
             # All that is new is our own: no need to read it back.
             for offset, time_us, record in self._written:
                 tx.apply(offset, time_us, record[0] if len(record) == 1 else b"".join(record))
-        elif applied < tail:
+        elif applied == tail:
+            # Others have applied it all, so this process may never have seen the last frame.
+            self.log.remember_last(tail, tx.last_frame, tx.last_crc)
+        else:
             last = _Last(tail)
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
             tx.apply_many(last.until_enough(found))

@@ -54,7 +54,7 @@ from ._session import BATCH, Job, Session
 from ._shared import FAILED, SYNC_HIGH
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from .errors import ClosedError, DiskFullError, Full, LeaseLostError, StoreFailedError
-from .wal import COMMIT
+from .wal import COMMIT, TAIL
 
 if TYPE_CHECKING:
     from .queue import Queue
@@ -113,6 +113,7 @@ class Io:
         self._late: list[tuple[float, int, Call]] = []
         self._count = 0
         self._next_tick_s = 0.0
+        self._seen_tail = -1  # how far the log was when it was looked for messages
 
     # -- coming in -----------------------------------------------------------------------------
 
@@ -316,12 +317,20 @@ class Io:
             wanted = min(sum(call.n for call in takes.calls), MAX_CALLS)
             if wanted:
                 turn.add(Job(self._look, takes, wanted), takes)
+        waker = self._engine.waker
+        if len(turn.takes) == len(self._takes):
+            waker.discard(self._ready)  # whoever finds nothing registers it again
         if turn.jobs:
             tail = self._execute(turn.jobs)
             self._after(turn, tail)
         for key in [key for key, takes in self._takes.items() if not takes.calls]:
             del self._takes[key]
         self._answer(turn.answers)
+        if turn.takes:
+            self._seen_tail = self._engine.page.words[TAIL]
+        if not self._takes and waker.has(self._ready):
+            waker.discard(self._ready)
+            self._engine.stop_waiting()
 
     def _take_in(self, turn: Turn) -> None:
         """Make jobs of what has come in; neighbouring plain puts become one."""
@@ -624,6 +633,8 @@ class Io:
             if takes.source.ended() is not None:
                 self._look_ready = True
         words = engine.page.words
+        if words[TAIL] != self._seen_tail:
+            self._look_ready = True  # somebody else was woken for that, who may be stopped
         if words[FAILED] or engine.closed or engine.dead_owners(everyone=True):
             self._look_ready = self._look_settled = True
         if words[SYNC_HIGH] > words[COMMIT]:

@@ -11,6 +11,7 @@ from typing import Final
 
 from . import _clock, _records
 from ._delivery import (
+    SOON_S,
     Address,
     Encoded,
     Lease,
@@ -24,7 +25,7 @@ from ._delivery import (
 )
 from ._session import SYNC, Session
 from ._settling import hold, let_go
-from ._shared import mask_of
+from ._shared import EVERYBODY, mask_of
 from ._taking import sweep
 from ._wake import Waiter
 from .errors import Full, LeaseLostError, MessageTooLargeError
@@ -78,6 +79,7 @@ def _put(
             fresh, ids = _without_known(session, tid, messages)
             break
     if fresh:
+        _announce(session, tid, fresh)
         if maxsize > 0:
             _check_room(session, address, len(fresh), maxsize, dead)
         first = len(records)
@@ -93,11 +95,19 @@ def _put(
     else:
         made = []
     session.must_sync |= policy >= session.sync_from
-    session.ready |= mask_of(tid)
     if not ids:
         return made
     rest = iter(made)
     return [known if known is not None else next(rest) for known in ids]
+
+
+def _announce(session: Session, tid: int, messages: Sequence[Encoded]) -> None:
+    """Have as many getters woken as there are messages to get."""
+    session.put_to |= mask_of(tid)
+    session.put_n += len(messages)
+    for _, terms in messages:
+        if 0 < terms.delay_us < SOON_S * 1e6:
+            session.put_n = EVERYBODY  # so that they know when it is due
 
 
 def _without_known(
@@ -299,7 +309,7 @@ def _transact(
             places.append(len(records))
         records += _put_records(session, tid, [message])
         fresh.setdefault(address.topic, []).append(address)
-        session.ready |= mask_of(tid)
+        _announce(session, tid, (message,))
     for topic, addresses in fresh.items():
         if maxsizes.get(topic, 0) > 0:
             _check_room(session, addresses[0], len(addresses), maxsizes[topic], dead)

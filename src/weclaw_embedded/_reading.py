@@ -301,10 +301,14 @@ class Reading(Segments):
         shift, _ = self.place(offset >> self.bits)
         return int(PART.unpack(_files.read_at(self.fd, PART_BYTES, offset + shift))[3])
 
-    def remember_last(self, tail: int, offset: int) -> None:
-        """Take note that the frame at `offset` ends at `tail`, to whoever just read it there."""
+    def remember_last(self, tail: int, offset: int, checksum: int | None = None) -> None:
+        """Take note that the frame at `offset`, with this checksum, ends at `tail`: whoever knows
+        spares others the search through its segment.
+        """
         if self._last[0] != tail:
-            self._last = (tail, (offset, self.checksum(offset)))
+            if checksum is None:
+                checksum = self.checksum(offset)
+            self._last = (tail, (offset, checksum))
 
     def ends_with(self, end: int, offset: int, checksum: int) -> bool:
         """Whether a valid frame with this checksum begins at `offset` and ends at `end`.

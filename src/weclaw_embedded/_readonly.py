@@ -51,7 +51,7 @@ class _Page(LogState):
     def visible(self, tail: int) -> int:
         return tail
 
-    def wait_for(self, slot: int, kind: int, mask: int) -> None:
+    def wait_for(self, slot: int, kind: int, mask: int, gid: int = 0) -> None:
         """Nobody is told that a looker waits."""
 
     def close(self) -> None:

@@ -227,6 +227,7 @@ def _set_mode(engine: Engine, mode: int) -> None:
             words[REPLICA_PIN] = words[REPLICA_AT] = words[REPLICATED] = 0
         if not mode & SYNC_WANTED:
             words[REPLICA_HIGH] = 0
+            session.ready = ALL  # what only waited for the replica is visible now
 
     if engine.page.words[REPLICATION] != mode:
         engine.execute(change)

@@ -43,7 +43,6 @@ from ._feeder import (
 )
 from ._format import FENCED
 from ._opening import FEEDER, WRITE
-from ._session import ALL
 from ._shared import (
     FAILED,
     FEED_PIPE,
@@ -51,14 +50,12 @@ from ._shared import (
     FENCED_BY,
     IS_FENCED,
     OPTIONS_SEQ,
-    READY,
     REPLICA_AT,
     REPLICA_PIN,
     REPLICA_WAIT_HIGH,
     REPLICATED,
     REPLICATION,
     SYNC_WANTED,
-    WAITERS,
     WANTED,
 )
 from ._stream import DIVERGED, HIGHER_EPOCH, NOT_A_COPY, OTHER_STORE
@@ -198,15 +195,14 @@ class Replication:
                 before = words[REPLICATED]
                 if before < target:
                     words[REPLICATED] = target
-                    if words[WAITERS]:
-                        ready = self._page.take_waiting(READY, ALL)
+                    ready = self._page.take_seen()
                     if words[REPLICA_WAIT_HIGH] > before:
                         waiting = self._page.take_replica_waiting(before)
             finally:
                 _files.unlock(engine.fd, WRITE)
         self._wake(target)
         if ready:
-            engine.waker.poke(ready, READY_BYTE)
+            engine.wake(ready, READY_BYTE)
         if waiting:
             engine.waker.poke([slot for slot in waiting if slot != engine.slot], REPLICATED_BYTE)
 

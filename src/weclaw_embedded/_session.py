@@ -41,6 +41,9 @@ class Session:
     sync_from = SYNC  # what is promised this or more is waited for
     replicated = False  # and for the replica too
     ready = 0  # topics whose getters may find something now
+    put_to = 0  # topics whose getters may when the puts are visible
+    put_n = 0  # how many getters of each group
+    woken: Sequence[int] = ()  # slots of those of them who may now
     settled = 0  # topics whose putters, joiners and result waiters may
     must_sync = False
     imagined = False  # what is done to the index is dropped; see `imagine`
@@ -169,6 +172,8 @@ class Session:
                 raise
             except OSError as error:
                 raise engine.fail(f"writing failed: {error}") from error
+            if self.put_to:
+                self.woken = self.page.note_puts(self.put_to, self.put_n)
         if self.imagined:
             self.forget_imagined()
         is_indexed = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import _clock, _records
 from ._delivery import (
+    SOON_S,
     Lease,
     backoff_us,
     deadline_of,
@@ -137,5 +138,7 @@ def extend(session: Session, lease: Lease, seconds: float | None) -> None:
     hold(session, lease)
     deadline_ns = deadline_of(seconds)
     session.append([_records.pack_extend(lease.gid, lease.offset, deadline_ns)])
+    if seconds is not None and seconds < SOON_S:
+        session.ready |= mask_of(lease.tid)  # so that they know when it ends
     lease.deadline_ns = deadline_ns
     lease.visibility_s = seconds

@@ -59,6 +59,9 @@ FEEDER_SLEEPS = 42  # slot + 1 of the owner that feeds the replica and wants to 
 REPLICA_WAIT_HIGH = 43  # the highest offset that an owner waits for to be on the replica
 VOIDS = 44  # how many puts were taken back
 FENCED_BY = 45  # the epoch of the copy that was promoted over this file
+UNSEEN = 46  # topics with puts that are written and not yet visible
+UNSEEN_PUTS = 47  # how many those are, at least
+NEXT_WOKEN = 48  # the slot at which the search for somebody to wake begins
 WORDS_BYTES: Final = 4096
 # What must outlive a page that is being made anew by one who dies over it: a magic, store id, boot
 # id, and the words of `replica_words`.
@@ -71,13 +74,15 @@ WANTED, SYNC_WANTED, IS_FENCED, IS_COPY = 1, 2, 4, 8
 # Beyond this many bytes a replica that is behind no longer keeps segments from being freed.
 PIN_BYTES: Final = 512 << 20
 
-_OWNER_WORDS: Final = 8  # token, ready mask, settled mask, pinned segment + 1, replica, 3 free
+_OWNER_WORDS: Final = 8  # token, ready mask, settled mask, pinned segment + 1, replica, group
+# As many puts as there may be waiters.
+EVERYBODY: Final = 1 << 32
 _OWNERS_BYTES: Final = MAX_OWNERS * _OWNER_WORDS * 8
 _SLOTS_AT: Final = WORDS_BYTES + _OWNERS_BYTES
 _MAGIC_WORD: Final = int.from_bytes(b"wqpage" + PAGE_VERSION.to_bytes(2, "little"), "little")
 _MASK64: Final = (1 << 64) - 1
 
-TOKEN, READY, SETTLED, PINNED, AWAITED = range(5)
+TOKEN, READY, SETTLED, PINNED, AWAITED, GROUP = range(6)
 
 
 class SharedPage(LogState):
@@ -205,6 +210,31 @@ class SharedPage(LogState):
             tail = min(tail, max(words[REPLICATED], words[FIRST_REPLICA]))
         return tail
 
+    def note_puts(self, mask: int, n: int) -> list[int]:
+        """`n` messages were put to these topics and written. Slots to be woken for them now, those
+        whose getters wait; none while the puts are not visible, then whoever makes them visible
+        calls `take_seen`. The caller holds the write lock.
+        """
+        words = self.words
+        tail = words[TAIL]
+        if self.visible(tail) < tail:
+            words[UNSEEN] |= mask
+            words[UNSEEN_PUTS] = min(words[UNSEEN_PUTS] + n, EVERYBODY)
+            return []
+        return self.take_getters(mask, n) if words[WAITERS] else []
+
+    def take_seen(self) -> list[int]:
+        """Slots to be woken for puts that have become visible just now. The caller holds the write
+        lock.
+        """
+        words = self.words
+        mask, n = words[UNSEEN], words[UNSEEN_PUTS]
+        if not mask:
+            return []
+        if self.visible(words[TAIL]) >= words[TAIL]:
+            words[UNSEEN] = words[UNSEEN_PUTS] = 0
+        return self.take_getters(mask, n) if words[WAITERS] else []
+
     # -- the replica -----------------------------------------------------------------------------
 
     def promise_replica(self, start: int, end: int) -> None:
@@ -299,24 +329,60 @@ class SharedPage(LogState):
         if token and slot >= words[OWNERS_HIGH]:
             words[OWNERS_HIGH] = slot + 1
 
-    def wait_for(self, slot: int, kind: int, mask: int) -> None:
-        """Note that the owner of `slot` waits. The caller holds the write lock."""
+    def wait_for(self, slot: int, kind: int, mask: int, gid: int = 0) -> None:
+        """Note that the owner of `slot` waits, for what comes to the group `gid` or, if that is 0,
+        to several. The caller holds the write lock.
+        """
         at = self._owners_at + slot * _OWNER_WORDS
         words = self.words
         if not (words[at + READY] or words[at + SETTLED]):
             words[WAITERS] += 1
+        if kind == READY:
+            words[at + GROUP] = gid if words[at + READY] == 0 or words[at + GROUP] == gid else 0
         words[at + kind] |= mask
+
+    def waits(self, slot: int, kind: int) -> bool:
+        """Whether the owner of `slot` is noted as one that waits."""
+        return self.words[self._owners_at + slot * _OWNER_WORDS + kind] != 0
+
+    def wait_no_more(self, slot: int, kind: int) -> None:
+        """Take back `wait_for`. The caller holds the write lock."""
+        at = self._owners_at + slot * _OWNER_WORDS
+        words = self.words
+        words[at + kind] = 0
+        if not (words[at + READY] or words[at + SETTLED]):
+            words[WAITERS] -= 1
 
     def take_waiting(self, kind: int, mask: int) -> list[int]:
         """Slots that wait for this; they are no longer marked. The caller holds the write lock."""
         words = self.words
         found = []
         for slot in range(words[OWNERS_HIGH]):
+            if words[self._owners_at + slot * _OWNER_WORDS + kind] & mask:
+                self.wait_no_more(slot, kind)
+                found.append(slot)
+        return found
+
+    def take_getters(self, mask: int, n: int) -> list[int]:
+        """Slots to be woken for `n` messages put to these topics: of each group as many as there
+        are messages, beginning with another one each time; they are no longer marked. Others would
+        look in vain. The caller holds the write lock.
+        """
+        words = self.words
+        high = words[OWNERS_HIGH]
+        first = words[NEXT_WOKEN] % high
+        found = []
+        woken: dict[int, int] = {}
+        for slot in (*range(first, high), *range(first)):
             at = self._owners_at + slot * _OWNER_WORDS
-            if words[at + kind] & mask:
-                words[at + kind] = 0
-                if not (words[at + READY] or words[at + SETTLED]):
-                    words[WAITERS] -= 1
+            if words[at + READY] & mask:
+                gid = words[at + GROUP]
+                if gid:
+                    if woken.get(gid, 0) >= n:
+                        continue
+                    woken[gid] = woken.get(gid, 0) + 1
+                self.wait_no_more(slot, READY)
+                words[NEXT_WOKEN] = slot + 1
                 found.append(slot)
         return found
 

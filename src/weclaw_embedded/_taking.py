@@ -13,6 +13,7 @@ from typing import Final
 
 from . import _clock, _records
 from ._delivery import (
+    SOON_S,
     Address,
     Lease,
     Taken,
@@ -46,6 +47,7 @@ def take(
     now_us=…, suspects=…)` is for an order other than the index's.
     """
     engine = session.engine
+    engine.unmark()
     group = group_of(session, address)
     taken = Taken()
     if group.paused_until_us <= session.now_us:
@@ -59,13 +61,15 @@ def take(
         if picks:
             _lease(session, address, group, picks, visibility_s, taken.leases)
             session.settled |= mask_of(group.tid)  # ready is less now: there may be room
+            if visibility_s is not None and visibility_s < SOON_S:
+                session.ready |= mask_of(group.tid)  # so that they know when it ends
             return taken
         taken.look_again_us = _next_look(session, group)
     else:
         taken.look_again_us = group.paused_until_us
     if waiter is not None:
         engine.waker.add(waiter)
-        session.page.wait_for(engine.slot, READY, mask_of(group.tid))
+        session.page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
     return taken
 
 

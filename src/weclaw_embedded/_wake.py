@@ -1,10 +1,15 @@
-"""Waiting without polling: one pipe and one waking thread a process, made when first needed.
+"""Waiting without polling: one pipe a process, read by one of those who wait.
 
 Role: a waiter that found nothing is registered while the write lock is held; whoever writes what
 it waits for takes the process's mark out of the shared page, also under the lock, and pokes the
 process's pipe after giving the lock back. A poke stays in the pipe until it is read, so none is
 lost between the two. (One pipe shared by all processes loses pokes: whoever reads first takes
 them away from the others.)
+
+The pipe is read by the first thread that waits: no other thread stands between a poke and the
+thread that it is for, and none runs in a process where nobody waits. When that thread leaves,
+another one that waits takes its place. Who waits without a thread of his own, a task of an event
+loop, needs one that reads for him; it is begun with the first of those.
 
 It must not know what is waited for: it wakes everybody of the kind, and they look again.
 """
@@ -14,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import heapq
+import math
 import os
 import select
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from . import _files
@@ -28,30 +34,38 @@ READY_BYTE: Final = b"r"
 SETTLED_BYTE: Final = b"s"
 REPLICATED_BYTE: Final = b"p"
 FEED_BYTE: Final = b"f"
-_STOP_BYTE: Final = b"q"
+_NUDGE_BYTE: Final = b"n"
+_LONG_S: Final = 3600.0
 
 
 class Waiter:
     """One thread's or task's wait. `wake` may come from any thread, any number of times."""
 
-    __slots__ = ("_callback", "_lock", "kind")
+    __slots__ = ("_lock", "callback", "kind", "woken")
 
     def __init__(self, kind: bytes, callback: Callable[[], None] | None = None) -> None:
         self.kind = kind
-        self._callback = callback
+        self.callback = callback
+        self.woken = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def wake(self) -> None:
-        if self._callback is not None:
-            self._callback()
+        if self.callback is not None:
+            self.callback()
             return
-        with contextlib.suppress(RuntimeError):  # woken twice: it looks again once
+        self.woken = True
+        self.stir()
+
+    def stir(self) -> None:
+        """End its sleep, without a reason to look again."""
+        with contextlib.suppress(RuntimeError):  # stirred twice: it stirs once
             self._lock.release()
 
     def wait(self, timeout_s: float) -> bool:
         """Block until woken or the time is over; Ctrl-C gets through. True when woken."""
-        return self._lock.acquire(timeout=max(0.0, timeout_s))
+        self._lock.acquire(timeout=max(0.0, timeout_s))
+        return self.woken
 
 
 class Waker:
@@ -64,8 +78,11 @@ class Waker:
         self._waiters: set[Waiter] = set()
         self._lock = threading.Lock()
         self._fd = -1
+        self._poll = select.poll()
+        self._reader = 0  # the ident of the thread that reads the pipe
         self._outgoing: dict[int, int] = {}
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def _path(self, slot: int) -> str:
         return os.path.join(self._directory, f"wake-{slot}")
@@ -73,15 +90,34 @@ class Waker:
     def add(self, waiter: Waiter) -> None:
         """Register a waiter; to be called while the write lock is held, before giving it back."""
         with self._lock:
-            if self._thread is None:
+            if self._fd < 0:
+                self._open()
+            if waiter.callback is not None and self._thread is None:
                 self._start()
             self._waiters.add(waiter)
 
     def discard(self, waiter: Waiter) -> None:
+        """Forget a waiter; whoever waited calls this. If the pipe has no reader now, another one
+        who waits stirs and becomes it.
+        """
         with self._lock:
             self._waiters.discard(waiter)
+            if not self._reader:
+                for other in self._waiters:
+                    if other.callback is None and not other.woken:
+                        other.stir()
+                        break
 
-    def _start(self) -> None:
+    def has(self, waiter: Waiter) -> bool:
+        """Whether it is registered."""
+        return waiter in self._waiters
+
+    def has_any(self, kind: bytes) -> bool:
+        """Whether somebody in this process waits for this."""
+        with self._lock:
+            return any(waiter.kind == kind for waiter in self._waiters)
+
+    def _open(self) -> None:
         path = self._path(self._slot)
         try:
             _files.make_fifo(path)
@@ -91,31 +127,71 @@ class Waker:
         # Opened for both directions: the pipe then never reports an end of file when the last
         # writer goes, and opening it does not wait for one.
         self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._thread = threading.Thread(
-            target=self._run, args=(self._fd,), name="weclaw-wake", daemon=True
-        )
+        self._poll.register(self._fd, select.POLLIN)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="weclaw-wake", daemon=True)
         self._thread.start()
 
-    def _run(self, fd: int) -> None:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        while True:
-            poll.poll()
-            try:
-                got = os.read(fd, 65536)
-            except BlockingIOError:
-                continue
-            except OSError:
-                return
-            if _STOP_BYTE in got:
-                return
+    def _run(self) -> None:
+        while not self._closed:
+            waiter = Waiter(b"")  # for nothing: it only takes its turn to read
             with self._lock:
-                woken = [w for w in self._waiters if w.kind in got]
-            for waiter in woken:
-                waiter.wake()
+                self._waiters.add(waiter)
+            self.wait(waiter, _LONG_S)
+            self.discard(waiter)
 
-    def poke(self, slots: list[int], kind: bytes) -> None:
-        """Wake the processes in these slots. Called without the write lock."""
+    def wait(self, waiter: Waiter, timeout_s: float) -> bool:
+        """Block until the waiter is woken or the time is over; Ctrl-C gets through. True when it
+        was woken.
+        """
+        until_s = time.monotonic() + timeout_s
+        me = threading.get_ident()
+        while not waiter.woken:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or self._is_closed():
+                break
+            reads = 0
+            try:
+                with self._lock:
+                    if not self._reader:
+                        # In this order: Ctrl-C in between must not leave a reader that isn't.
+                        reads = self._reader = me
+                if reads:
+                    self._read(left_s)
+                else:
+                    waiter.wait(left_s)
+            finally:
+                if reads:
+                    self._reader = 0
+                    if self._is_closed():
+                        self._close_fds()
+        return waiter.woken
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _read(self, timeout_s: float | None) -> None:
+        """Sleep until the pipe has something, and wake those it is for."""
+        # Rounded up, so as not to wake just before the time and then spin.
+        if not self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)):
+            return
+        if self._closed:
+            return  # the descriptor may be somebody else's by now
+        try:
+            got = os.read(self._fd, 65536)
+        except BlockingIOError:
+            return
+        with self._lock:
+            woken = [waiter for waiter in self._waiters if waiter.kind in got]
+        for waiter in woken:
+            waiter.wake()
+
+    def poke(self, slots: Sequence[int], kind: bytes) -> bool:
+        """Wake the processes in these slots; False when one of them has died. Called without the
+        write lock.
+        """
+        all_live = True
         for slot in slots:
             if slot == self._slot and self._fd >= 0:
                 self._write(self._fd, kind)
@@ -127,14 +203,17 @@ class Waker:
                     fd = os.open(self._path(slot), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 except OSError as error:
                     if error.errno in (errno.ENXIO, errno.ENOENT):
-                        continue  # it died; nobody waits there any more
+                        all_live = False
+                        continue
                     raise
                 with self._lock:
                     fd = self._keep(slot, fd)
             if not self._write(fd, kind):
+                all_live = False
                 with self._lock:
                     if self._outgoing.pop(slot, -1) == fd:
                         os.close(fd)
+        return all_live
 
     def _keep(self, slot: int, fd: int) -> int:
         other = self._outgoing.get(slot)
@@ -154,40 +233,47 @@ class Waker:
             return False
         return True
 
+    def wake(self, waiters: Iterable[Waiter]) -> None:
+        """Make these of this process look again."""
+        for waiter in waiters:
+            waiter.wake()
+        if self._fd >= 0:
+            self._write(self._fd, _NUDGE_BYTE)  # whoever reads is woken by the pipe only
+
     def wake_all(self) -> None:
         """Make every waiter of this process look again (the store closes or has failed)."""
         with self._lock:
-            woken = list(self._waiters)
-        for waiter in woken:
-            waiter.wake()
+            waiters = list(self._waiters)
+        self.wake(waiters)
 
     def close(self) -> None:
+        self._closed = True
         self.wake_all()
         with self._lock:
             thread, self._thread = self._thread, None
-            fd, self._fd = self._fd, -1
-            outgoing, self._outgoing = self._outgoing, {}
-        if thread is not None:
-            self._write(fd, _STOP_BYTE)
-            if thread is not threading.current_thread():
-                thread.join()
-        self._close_fds(fd, outgoing)
+        # A signal handler may have come here while its own thread reads, or waits to.
+        if thread is not None and self._reader != threading.get_ident():
+            thread.join()
+        if not self._reader:
+            self._close_fds()  # otherwise the reader does when it leaves, which is now
         with contextlib.suppress(OSError):
             os.unlink(self._path(self._slot))
 
     def abandon(self) -> None:
         """Close the descriptors a forked child inherited; the parent's stay as they are."""
-        self._close_fds(self._fd, self._outgoing)
-        self._fd = -1
-        self._outgoing = {}
+        self._lock = threading.Lock()  # the parent's may have been held
         self._thread = None
+        self._close_fds()
 
-    @staticmethod
-    def _close_fds(fd: int, outgoing: dict[int, int]) -> None:
-        for one in (fd, *outgoing.values()):
-            if one >= 0:
+    def _close_fds(self) -> None:
+        with self._lock:
+            fds = [self._fd, *self._outgoing.values()]
+            self._fd = -1
+            self._outgoing = {}
+        for fd in fds:
+            if fd >= 0:
                 with contextlib.suppress(OSError):
-                    os.close(one)
+                    os.close(fd)
 
 
 class Timer:

@@ -449,11 +449,9 @@ class Queue:
         engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
 
     def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
-        try:
-            engine.wait(waiter, until_s)
-        finally:
-            engine.waker.discard(waiter)
+        engine.wait(waiter, until_s)
         if self._closed:
+            engine.stop_waiting()
             raise ClosedError("the queue was closed while this call waited; nothing was changed")
 
     def cancel(self, id: str) -> bool:
@@ -506,11 +504,18 @@ class Queue:
         engine = self._writable()
         visibility_s = self._visibility(visibility_timeout)
         until_s = _deadline(block, timeout)
+        may_sync = True
         while True:
-            waiter = None if until_s == 0.0 else new_waiter(READY)
-            taken = engine.execute(
-                _taking.take, self._address, min(n, 0xFFFF), visibility_s, waiter
-            )
+            over = until_s is not None and time.monotonic() >= until_s
+            waiter = None if over else new_waiter(READY)
+            try:
+                taken = engine.execute(
+                    _taking.take, self._address, min(n, 0xFFFF), visibility_s, waiter
+                )
+            except BaseException:
+                if waiter is not None:
+                    engine.waker.discard(waiter)
+                raise
             if taken.leases:
                 messages = self._messages(engine, taken.leases)
                 if taken.dead:
@@ -521,12 +526,10 @@ class Queue:
             if taken.dead:
                 self._tell_dead(taken.dead)
             if waiter is None:
-                if not engine.settle_promises():
+                if not (may_sync and engine.settle_promises()):
                     raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
+                may_sync = False
                 continue
-            if until_s is not None and time.monotonic() >= until_s:
-                engine.waker.discard(waiter)
-                raise Empty(f"topic {self.topic!r} had nothing ready for {self.group!r} in time")
             self._sleep(engine, waiter, self._wake_at(engine, taken, until_s))
 
     def _visibility(self, given: float | Unset | None) -> float | None:

@@ -145,11 +145,9 @@ class Queue(_Generic[T]):
     def _sleep(self, waiter: Waiter, until_s: float | None) -> None:
         core = self._core
         engine = core.engine
-        try:
-            engine.wait(waiter, until_s)
-        finally:
-            engine.waker.discard(waiter)
+        engine.wait(waiter, until_s)
         if core.closed:
+            engine.stop_waiting()
             raise ClosedError("the queue was closed while this call waited; nothing was changed")
 
     # -- get -------------------------------------------------------------------------------------
@@ -163,7 +161,8 @@ class Queue(_Generic[T]):
         until_s = _deadline(bool(block), timeout if block else None)
         while True:
             engine = core.engine
-            waiter = None if until_s == 0.0 else new_waiter(READY)
+            over = until_s is not None and time.monotonic() >= until_s
+            waiter = None if over else new_waiter(READY)
             taken: Taken = engine.execute(core.look, 1, None, waiter)
             if taken.dead:
                 core.tell_dead(taken.dead)
@@ -175,12 +174,10 @@ class Queue(_Generic[T]):
             if waiter is None or core.is_shutdown:
                 if waiter is not None:
                     engine.waker.discard(waiter)
+                    engine.stop_waiting()
                 if engine.execute(core.waiting) and engine.settle_promises():
                     continue  # it only waited for a sync
                 raise _dropin.shut_down() if core.is_shutdown else self._nothing()
-            if until_s is not None and time.monotonic() >= until_s:
-                engine.waker.discard(waiter)
-                raise self._nothing()
             self._sleep(waiter, core.queue._wake_at(engine, taken, until_s))
 
     def _made(self, engine: Engine, leases: list[Lease]) -> list[T]:
@@ -240,8 +237,7 @@ class Queue(_Generic[T]):
                 self._joiners.discard(waiter)
 
     def _finish_joins(self) -> None:
-        for waiter in list(self._joiners):
-            waiter.wake()
+        self._core.engine.waker.wake(list(self._joiners))
 
     # -- the end -----------------------------------------------------------------------------------
 

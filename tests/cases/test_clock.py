@@ -63,7 +63,7 @@ def test_case_25_the_wall_clock_jumps(path, tmp_path, hours):
 
 def put_delayed(pipe, path):
     q = weclaw.Queue(path)
-    q.put("delayed", delay=1.5)
+    q.put("delayed", delay=4.0)
     q.put("for long", ttl=3600.0)
     q.close()
     pipe.send("closed")
@@ -72,7 +72,7 @@ def put_delayed(pipe, path):
 def get_delayed(pipe, path):
     q = weclaw.Queue(path)
     begun = time.monotonic()
-    got = [q.get(timeout=5.0).body for _ in range(2)]
+    got = [q.get(timeout=8.0).body for _ in range(2)]
     pipe.send((got, time.monotonic() - begun, len(q.dlq)))
     q.close()
 
@@ -88,7 +88,7 @@ def test_case_25_the_wall_clock_jumps_while_nobody_is_there(path, tmp_path, hour
         got, took, dead = child.hear()
         child.end()
     assert got == ["for long", "delayed"]
-    assert took < 3.0
+    assert took < 5.5
     assert dead == 0
 
 

@@ -235,6 +235,8 @@ def test_case_32_replay_from_what_is_gone(path, open_queue):
         with q.get(block=False) as msg:
             offsets.append(msg.offset)
     eventually(lambda: disk_bytes(path) < MIB)
+    q.close()
+    q = open_queue(retention=3600)  # so that what is there now stays
     with pytest.raises(weclaw.OffsetTrimmedError) as caught:
         q.replay(offset=offsets[0])
     first = caught.value.first_offset

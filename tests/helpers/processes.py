@@ -91,6 +91,8 @@ class Child:
     def hear(self, timeout: float = PATIENCE) -> Any:
         """The next report; `ChildDied` when there will be none."""
         if not self.pipe.poll(timeout):
+            self.signal(signal.SIGABRT)  # it says on stderr where its threads are
+            self.process.wait()
             raise AssertionError(f"{self.name} has said nothing for {timeout} s")
         try:
             return self.pipe.recv()

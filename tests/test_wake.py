@@ -1,0 +1,253 @@
+"""Waking: a put wakes one process of a group, and no message waits for one that does not come."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.helpers.processes import Child
+from tests.helpers.queues import eventually
+
+import weclaw_embedded as weclaw
+from weclaw_embedded._shared import READY
+
+
+def marked(q: weclaw.Queue) -> int:
+    """How many processes would be woken."""
+    page = q._store._engine.page
+    return sum(page.waits(slot, READY) for slot, _ in page.owners())
+
+
+def consume(pipe, path):
+    """Get and ack, again and again, and say what."""
+    q = weclaw.Queue(path, retry=weclaw.RetryPolicy(backoff=0.0))
+    pipe.send("open")
+    while True:
+        with q.get() as msg:
+            pipe.send(msg.body)
+
+
+def consume_one(pipe, path):
+    """Get and ack one, and be idle after that."""
+    q = weclaw.Queue(path)
+    pipe.send("open")
+    with q.get() as msg:
+        pipe.send(msg.body)
+    pipe.recv()
+
+
+@contextmanager
+def waiting(q: weclaw.Queue, *children: Child) -> Iterator[None]:
+    """All these children wait for a message."""
+    for child in children:
+        assert child.hear() == "open"
+    eventually(lambda: marked(q) == len(children))
+    yield
+    for child in children:
+        child.close()
+
+
+def test_a_put_wakes_one_process_and_leaves_the_other_asleep(path: Path) -> None:
+    """Whoever was not woken is woken by the next put."""
+    with weclaw.Queue(path) as q:
+        one, other = Child(consume_one, path), Child(consume_one, path)
+        with waiting(q, one, other):
+            q.put("first")
+            eventually(lambda: q.stats().settled == 1)
+            assert marked(q) == 1
+            q.put("second")
+            assert {one.hear(), other.hear()} == {"first", "second"}
+
+
+def test_several_puts_wake_several_processes(path: Path) -> None:
+    """As many as there are messages."""
+    with weclaw.Queue(path) as q:
+        children = [Child(consume_one, path) for _ in range(3)]
+        with waiting(q, *children):
+            q.put_many(["a", "b", "c"])
+            assert {child.hear() for child in children} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP, signal.SIGINT])
+def test_what_one_was_woken_for_who_does_not_come_goes_to_another(
+    path: Path, end: signal.Signals
+) -> None:
+    """Killed, stopped or interrupted while it waits: every message reaches the other."""
+    with weclaw.Queue(path) as q:
+        gone, other = Child(consume, path), Child(consume, path)
+        with waiting(q, gone, other):
+            gone.signal(end)
+            for n in range(4):
+                q.put(n)
+                assert other.hear() == n
+
+
+def test_who_waited_in_vain_is_woken_no_more(path: Path) -> None:
+    """A get whose time was over leaves no mark behind that would swallow a wake-up."""
+
+    def wait_in_vain(pipe, path):
+        q = weclaw.Queue(path)
+        pipe.send("open")
+        try:
+            q.get(timeout=0.1)
+        except weclaw.Empty:
+            pipe.send("empty")
+        pipe.recv()
+
+    with weclaw.Queue(path) as q, Child(wait_in_vain, path) as gone:
+        assert [gone.hear(), gone.hear()] == ["open", "empty"]
+        assert marked(q) == 0
+
+
+def test_a_task_that_was_cancelled_is_woken_no_more(path: Path) -> None:
+    """Nor one that waits in an event loop."""
+
+    def cancel(pipe, path):
+        import asyncio
+
+        async def wait() -> None:
+            async with weclaw.AsyncQueue(path) as q:
+                pipe.send("open")
+                pipe.recv()
+                try:
+                    await asyncio.wait_for(q.get(), 0.1)
+                except (asyncio.TimeoutError, TimeoutError):
+                    pipe.send("cancelled")
+                await asyncio.to_thread(pipe.recv)
+
+        asyncio.run(wait())
+
+    with weclaw.Queue(path) as q, Child(cancel, path) as gone:
+        assert gone.hear() == "open"
+        other = Child(consume, path)
+        with waiting(q, other):
+            gone.say("wait")
+            assert gone.hear() == "cancelled"
+            for n in range(4):
+                q.put(n)
+                assert other.hear() == n
+
+
+def test_who_was_not_woken_knows_when_a_lease_ends(path: Path) -> None:
+    """A lease that runs out while nothing else happens goes to whoever waits."""
+
+    def hold(pipe, path):
+        q = weclaw.Queue(path)
+        pipe.send("open")
+        q.get(visibility_timeout=0.7)
+        pipe.send("held")
+        pipe.recv()
+
+    with weclaw.Queue(path) as q:
+        holder = Child(hold, path)
+        with waiting(q, holder):
+            waiter = Child(consume, path)
+            assert waiter.hear() == "open"
+            eventually(lambda: marked(q) == 2)
+            # Whoever is woken: when it is the waiter, the next is the holder's.
+            q.put("a")
+            q.put("b")
+            assert holder.hear() == "held"
+            assert {waiter.hear(), waiter.hear()} == {"a", "b"}
+            waiter.close()
+
+
+def test_who_was_not_woken_knows_when_a_message_is_due(path: Path) -> None:
+    """A delayed message goes to one who waits when the one told of it has gone."""
+    with weclaw.Queue(path) as q:
+        children = [Child(consume_one, path) for _ in range(2)]
+        with waiting(q, *children):
+            q.put("later", delay=0.5)
+            q.put("later", delay=0.5)
+            assert [child.hear() for child in children] == ["later", "later"]
+
+
+def test_threads_that_wait_take_turns_reading_the_pipe(path: Path) -> None:
+    """The first that waits reads for all; when it leaves, another one does."""
+    with weclaw.Queue(path) as q:
+        got: list[object] = []
+
+        def take(timeout: float | None) -> None:
+            try:
+                with q.get(timeout=timeout) as msg:
+                    got.append(msg.body)
+            except weclaw.Empty:
+                got.append(None)
+
+        first = threading.Thread(target=take, args=(0.3,))
+        others = [threading.Thread(target=take, args=(None,)) for _ in range(5)]
+        joining = threading.Thread(target=q.join)
+        first.start()
+        eventually(lambda: marked(q) == 1)
+        for thread in others:
+            thread.start()
+        first.join()
+        assert got == [None]
+        assert not any(thread.name == "weclaw-wake" for thread in threading.enumerate())
+        q.put(0)
+        joining.start()
+        q.put_many([1, 2, 3, 4])
+        for thread in [*others, joining]:
+            thread.join()
+        assert sorted(one for one in got if one is not None) == [0, 1, 2, 3, 4]
+
+
+def test_closing_ends_what_waits(path: Path) -> None:
+    """Also the thread that reads the pipe, and also when the one who closes is in that thread."""
+    q = weclaw.Queue(path)
+    ended = threading.Event()
+
+    def wait() -> None:
+        try:
+            q.get()
+        except weclaw.ClosedError:
+            ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: marked(q) == 1)
+    q.close()
+    thread.join()
+    assert ended.is_set()
+
+    q = weclaw.Queue(path)
+    before = signal.signal(signal.SIGALRM, lambda *_: q.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(weclaw.ClosedError):
+            q.get()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_thread_and_a_loop_may_wait_in_one_process(path: Path) -> None:
+    """Whichever of them reads the pipe wakes the other."""
+    q = weclaw.Queue(path)
+    got: list[object] = []
+
+    def take() -> None:
+        with q.get() as msg:
+            got.append(msg.body)
+
+    async def both() -> None:
+        async with weclaw.AsyncQueue(path) as aq:
+            for n in range(20):
+                thread = threading.Thread(target=take)
+                thread.start()
+                task = asyncio.create_task(aq.get())
+                await asyncio.sleep(0)
+                await aq.put_many([n, n])
+                msg = await task
+                await msg.ack()
+                await asyncio.to_thread(thread.join)
+                got.append(msg.body)
+
+    asyncio.run(both())
+    q.close()
+    assert sorted(got) == sorted([*range(20), *range(20)])
