@@ -26,7 +26,7 @@ from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine
 from ._io import in_pool, io_of, small_pool
-from ._io_calls import PENDING, Op, PutCall, TakeCall, closed_error
+from ._io_calls import Op, PutCall, TakeCall, closed_error, pending_until
 from ._options import UNSET, Unset, check_count
 from ._queries import Outcome, Stats
 from ._session import Session
@@ -318,7 +318,7 @@ class AsyncQueue:
         if found.state not in ("done", "dead", "unknown"):
             if waiter is None:
                 raise Empty(f"message {id} is not settled yet (it is {found.state})")
-            return PENDING
+            return pending_until(session, found.look_again_us)
         return found
 
     def _result_of(self, id: str, found: Outcome) -> Any:
@@ -371,7 +371,7 @@ class AsyncQueue:
         if group is None or not (_delivery.waiting_in(session.tx, group) + int(group.n_leased)):
             return None
         _delivery.wait_settled(session, group.tid, waiter)
-        return PENDING
+        return pending_until(session, _taking.next_look(session, group))
 
     async def peek(self, n: int = 1) -> list[Message]:
         """The next `n` messages; takes nothing. See `Queue.peek`."""

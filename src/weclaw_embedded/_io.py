@@ -41,6 +41,7 @@ from ._io_calls import (
     PENDING,
     Call,
     Op,
+    Pending,
     PutCall,
     SyncCall,
     TakeCall,
@@ -68,6 +69,7 @@ MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
 # How often it is looked for what nobody tells: a death has to be noticed within half a second.
 _TICK_S: Final = 0.35
+_LOOK_FOR_ROOM_S: Final = 0.5  # room also comes of itself, when a message runs out
 _SMALL_POOL: Final = 8
 
 
@@ -396,7 +398,7 @@ class Io:
             if not waits:
                 raise Full(str(error)) from None
             blocked.add(id(call.room))
-            return PENDING
+            return Pending(_LOOK_FOR_ROOM_S)
 
     def _look(self, session: Session, takes: Takes, wanted: int) -> Taken:
         """Take until nothing is found, so that whoever is left waits with a waiter registered."""
@@ -472,8 +474,10 @@ class Io:
                 call.alone = True
                 self._inbox.appendleft(call)
                 return
-            if result is PENDING:
+            if isinstance(result, Pending):
                 if not call.over:
+                    look_in_s = result.look_in_s
+                    call.look_at_s = None if look_in_s is None else time.monotonic() + look_in_s
                     self._park(call)
                 return
             if error is not None:
@@ -632,6 +636,8 @@ class Io:
             takes.drop_finished()
             if takes.source.ended() is not None:
                 self._look_ready = True
+        if any(call.look_at_s is not None and call.look_at_s <= now_s for call in self._parked):
+            self._look_settled = True
         words = engine.page.words
         if words[TAIL] != self._seen_tail:
             self._look_ready = True  # somebody else was woken for that, who may be stopped

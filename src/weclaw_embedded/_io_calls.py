@@ -23,10 +23,24 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """The type of PENDING: what an operation returns that has to be tried again."""
+    """What an operation returns that has to be tried again: when something was settled, and in
+    `look_in_s` seconds if it may have come to its end by then with nobody writing.
+    """
+
+    __slots__ = ("look_in_s",)
+
+    def __init__(self, look_in_s: float | None = None) -> None:
+        self.look_in_s = look_in_s
 
 
 PENDING: Final = Pending()
+
+
+def pending_until(session: Session, look_again_us: int | None) -> Pending:
+    """To be tried again at that moment, in queue time."""
+    if look_again_us is None:
+        return PENDING
+    return Pending(max(0.0, (look_again_us - session.now_us) / 1e6))
 
 
 class Source(Protocol):
@@ -81,7 +95,8 @@ class Call:
 class Op(Call):
     """An operation under the write lock: `operation(session, waiter, *args)`.
 
-    It returns PENDING (or raises NoRoom) with the waiter registered when it has to be tried again.
+    It returns a `Pending` (or raises NoRoom) with the waiter registered when it has to be tried
+    again.
     `late` is the exception for one whose time is over; `finish` makes the answer from the result,
     outside the lock. Those of one `room` are let in in the order they came. The end of `queue`
     ends the wait.
@@ -92,6 +107,7 @@ class Op(Call):
     finish: Callable[[Any], Any] | None = None
     room: object = None
     queue: Queue | None = None
+    look_at_s: float | None = None  # when to try again by itself, while it is parked
 
     def __init__(
         self,

@@ -171,6 +171,7 @@ class Outcome(NamedTuple):
     state: str
     offset: int
     ack_at: int | None
+    look_again_us: int | None = None  # queue time; when it may have changed with nobody writing
 
 
 def outcome(
@@ -186,9 +187,10 @@ def outcome(
         return Outcome("unknown", -1, None)
     state = state_of(session, group, offset)
     ack_at = session.tx.result_at(group.gid, offset) if state == "done" else None
-    if waiter is not None and state in ("ready", "delayed", "leased"):
-        _delivery.wait_settled(session, group.tid, waiter)
-    return Outcome(state, offset, ack_at)
+    if waiter is None or state not in ("ready", "delayed", "leased"):
+        return Outcome(state, offset, ack_at)
+    _delivery.wait_settled(session, group.tid, waiter)
+    return Outcome(state, offset, ack_at, _taking.next_look(session, group))
 
 
 def cancel(

@@ -64,7 +64,7 @@ def take(
             if visibility_s is not None and visibility_s < SOON_S:
                 session.ready |= mask_of(group.tid)  # so that they know when it ends
             return taken
-        taken.look_again_us = _next_look(session, group)
+        taken.look_again_us = next_look(session, group)
     else:
         taken.look_again_us = group.paused_until_us
     if waiter is not None:
@@ -134,7 +134,7 @@ def _lease(
         engine.hold(lease)
 
 
-def _next_look(session: Session, group: GroupState) -> int | None:
+def next_look(session: Session, group: GroupState) -> int | None:
     """When something may be ready without anybody writing, in queue time."""
     tx = session.tx
     soonest = tx.next_due(group)

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _codecs, _delivery, _putting, _queries, _settling, _taking, _values
-from ._delivery import Address, Encoded, Lease, Taken, Terms, new_waiter
+from ._delivery import Address, Encoded, Lease, Terms, new_waiter
 from ._engine import Engine
 from ._message import Content, Message, Transaction, clip
 from ._options import (
@@ -530,7 +530,7 @@ class Queue:
                     raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
                 may_sync = False
                 continue
-            self._sleep(engine, waiter, self._wake_at(engine, taken, until_s))
+            self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
 
     def _visibility(self, given: float | Unset | None) -> float | None:
         if given is UNSET:
@@ -539,10 +539,12 @@ class Queue:
             return None
         return check_seconds("visibility_timeout", given, positive=True)
 
-    def _wake_at(self, engine: Engine, taken: Taken, until_s: float | None) -> float | None:
-        if taken.look_again_us is None:
+    def _wake_at(
+        self, engine: Engine, look_again_us: int | None, until_s: float | None
+    ) -> float | None:
+        if look_again_us is None:
             return until_s
-        ahead_s = (taken.look_again_us - engine.now_us()) / 1e6
+        ahead_s = (look_again_us - engine.now_us()) / 1e6
         look_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
         return look_s if until_s is None else min(look_s, until_s)
 
@@ -662,7 +664,7 @@ class Queue:
                 if waiter is not None:
                     engine.waker.discard(waiter)
                 raise Empty(f"message {id} is not settled yet (it is {found.state})")
-            self._sleep(engine, waiter, until_s)
+            self._sleep(engine, waiter, self._wake_at(engine, found.look_again_us, until_s))
 
     def _result_at(self, engine: Engine, ack_at: int | None) -> Any:
         if ack_at is None:
@@ -705,21 +707,23 @@ class Queue:
         while True:
             waiter = new_waiter(SETTLED)
 
-            def count(session: Session, waiter: Waiter = waiter) -> int:
+            def count(session: Session, waiter: Waiter = waiter) -> tuple[int, int | None]:
                 group = self._swept(session)
                 if group is None:
-                    return 0
+                    return 0, None
                 left = _delivery.waiting_in(session.tx, group) + int(group.n_leased)
-                if left:
-                    _delivery.wait_settled(session, group.tid, waiter)
-                return left
+                if not left:
+                    return 0, None
+                _delivery.wait_settled(session, group.tid, waiter)
+                return left, _taking.next_look(session, group)
 
-            if not engine.execute(count):
+            left, look_again_us = engine.execute(count)
+            if not left:
                 return True
             if until_s is not None and time.monotonic() >= until_s:
                 engine.waker.discard(waiter)
                 return False
-            self._sleep(engine, waiter, until_s)
+            self._sleep(engine, waiter, self._wake_at(engine, look_again_us, until_s))
 
     def peek(self, n: int = 1) -> list[Message]:
         """The next `n` messages as they would be delivered; takes nothing, and they can't be

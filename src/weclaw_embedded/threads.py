@@ -178,7 +178,7 @@ class Queue(_Generic[T]):
                 if engine.execute(core.waiting) and engine.settle_promises():
                     continue  # it only waited for a sync
                 raise _dropin.shut_down() if core.is_shutdown else self._nothing()
-            self._sleep(waiter, core.queue._wake_at(engine, taken, until_s))
+            self._sleep(waiter, core.queue._wake_at(engine, taken.look_again_us, until_s))
 
     def _made(self, engine: Engine, leases: list[Lease]) -> list[T]:
         """The item that was taken, now this thread's; none when it turns out to be damaged."""
