@@ -222,6 +222,53 @@ def test_a_lost_file_is_restored(
     same(path, copy)
 
 
+def test_what_was_passed_over_comes_back_when_it_is_healed_later(
+    closed: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """The index was made without it; after `repair` it has it, and so has one that is made anew."""
+    spoil(path, slot(1) + 5000)
+    lose_headers(path, 0)
+    shutil.rmtree(f"{path}.d")
+    q = closed(replica=False)
+    assert len(q.peek(1000)) < COUNT
+    q.close()
+    q = closed(replica=copy, sync_replica=False)
+    q._store.repair()
+    all_there(q)
+    q.close()
+    shutil.rmtree(f"{path}.d")
+    q = closed(replica=copy, sync_replica=False)
+    all_there(q)
+
+
+@pytest.mark.parametrize("scratch", [True, False], ids=["scratch", "no scratch"])
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 2), (1, 2)])
+def test_lost_headers_are_mended_without_a_replica(
+    open_queue: Callable[..., Any], path: Path, lost: tuple[int, ...], scratch: bool
+) -> None:
+    """A segment before one with its headers is recognised; of others the messages are set aside."""
+    q = open_queue(segment_bytes=SEGMENT)
+    for n in range(COUNT):
+        q.put(body(n))
+    q.close()
+    lose_headers(path, *lost)
+    if not scratch:
+        shutil.rmtree(f"{path}.d")
+    q = open_queue()
+    assert q._store.verify()
+    q._store.repair()
+    assert q._store.verify() == []
+    there = [msg.body["n"] for msg in q.peek(1000)]
+    if lost != (1, 2):
+        all_there(q)
+    assert len(there) > COUNT - 40
+    q.put(body(COUNT))
+    q.close()
+    shutil.rmtree(f"{path}.d")
+    q = open_queue()
+    assert [msg.body["n"] for msg in q.peek(1000)] == [*there, COUNT]
+
+
 # -- when the replica can't be asked -----------------------------------------------------------
 
 

@@ -19,22 +19,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from . import _files, _stream
 from ._copy import Copy, check_is_file, is_same_file
 from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
-from ._format import (
-    COPY,
-    PART,
-    PART_BYTES,
-    SLOT_BYTES,
-    FileHeader,
-    SlotHeader,
-    pack_slot,
-    part_checksum,
-    unpack_slot,
-)
-from ._mend import unreadable
+from ._format import COPY, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
+from ._mend import find_slot, has_slot, unreadable
 from ._opening import read_header, scratch_of
 from ._options import StoreOptions
 from ._recovery import recover_copy
-from ._segments import FREE, SAFE, ZEROED
 from ._stream import DATA, MAX_DATA, SEGMENT, STATE, Hello, State, StreamError
 from .errors import CorruptError, DiskFullError, StorageError, WeclawError
 from .wal import HEAD, LAST, TAIL, Log
@@ -334,7 +323,7 @@ def _lacks(log: Log, start: int, end: int) -> list[_Lack]:
     words = log.state.words
     lacks = []
     for segment in range(max(words[HEAD], start >> log.bits), ((end - 1) >> log.bits) + 1):
-        if segment <= words[LAST] and not _has_slot(log, segment):
+        if segment <= words[LAST] and not has_slot(log, segment):
             begin = segment << log.bits
             lacks.append(_Lack(begin, log.limit(segment), "its slot headers are lost", True))
     missing = {lack.begin >> log.bits for lack in lacks}
@@ -342,15 +331,6 @@ def _lacks(log: Log, start: int, end: int) -> list[_Lack]:
         if begin >> log.bits not in missing:
             lacks.append(_Lack(begin, stop, reason, False))
     return lacks
-
-
-def _has_slot(log: Log, segment: int) -> bool:
-    try:
-        log.place(segment)
-        header = log.read_slot(log.slot_of(segment))
-    except (LookupError, CorruptError):
-        return False
-    return header is not None and header.segment == segment
 
 
 def _end_of_segment(log: Log, offset: int) -> int:
@@ -425,46 +405,20 @@ def _write_segment(log: Log, slot: SlotHeader, data: bytes) -> bool:
     """
     segment = slot.segment
     words = log.state.words
-    if not words[HEAD] <= segment <= words[LAST] or _has_slot(log, segment):
+    if not words[HEAD] <= segment <= words[LAST] or has_slot(log, segment):
         return False
     following = segment + 1
-    if following <= words[LAST] and _has_slot(log, following):
+    if following <= words[LAST] and has_slot(log, following):
         header = log.read_slot(log.slot_of(following))
         if header is None or header.prev_salt != slot.salt:
             return False  # another life of it
-    place = _find_slot(log, slot)
-    if place is None:
-        try:
-            place = log.take_slot(spare=True)
-        except DiskFullError:
-            return False
-        # Not taken for zeroed by anybody, should we die here.
-        log.state.slots[place] = FREE | SAFE
-        log.taken.discard(place)
-        _files.write_at(log.fd, [data], log.slot_position(place) + SLOT_BYTES)
-    packed = pack_slot(slot, log.header.store_id)
-    position = log.slot_position(place)
-    _files.write_at(log.fd, [packed], position + log.segment_bytes - SLOT_BYTES)
-    _files.write_at(log.fd, [packed], position)
-    log.state.slots[place] = segment + 1
-    log.forget()
-    log.count_spares()
+    place = find_slot(log, slot)
+    if place is not None:
+        log.put_in_slot(slot, place, None)
+        return True
+    try:
+        place = log.take_slot(spare=True)
+    except DiskFullError:
+        return False
+    log.put_in_slot(slot, place, data)
     return True
-
-
-def _find_slot(log: Log, header: SlotHeader) -> int | None:
-    """The slot whose headers were lost: it begins with a valid part of this life."""
-    begin = (header.segment << log.bits) + SLOT_BYTES
-    for slot, entry in enumerate(log.table()):
-        if entry != header.segment + 1 and (not entry & FREE or entry & ZEROED):
-            continue
-        data = _files.read_at(
-            log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
-        )
-        crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
-        part = data[4 : PART_BYTES + length]
-        if entry == header.segment + 1 or (
-            0 < length <= len(data) - PART_BYTES and part_checksum(part, header.salt, begin) == crc
-        ):
-            return slot
-    return None

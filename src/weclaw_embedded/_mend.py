@@ -26,14 +26,16 @@ from ._format import (
     SLOT_BYTES,
     WHOLE,
     FileHeader,
+    SlotHeader,
     pack_head,
     pack_header,
     pack_slot,
     part_checksum,
 )
 from ._records import SKIPPABLE
+from ._segments import FREE, ZEROED
 from ._session import Session
-from .errors import StorageError
+from .errors import CorruptError, StorageError
 from .wal import HEAD, LAST, TAIL, Log
 
 #: Told now and then how many bytes are done, and of how many.
@@ -107,27 +109,115 @@ def repair(engine: Engine, seen: Seen | None = None) -> list[tuple[int, str]]:
     if not found:
         return []
     # What a replica may still have is not written over because it can't be asked just now.
-    engine.heal(engine.log.head_offset, engine.page.words[TAIL], insist=True)
+    is_healed = engine.heal(engine.log.head_offset, engine.page.words[TAIL], insist=True)
 
-    def mend(session: Session) -> None:
+    def mend(session: Session) -> bool:
         log = session.log
+        found_again = [_give_slot(session, segment) for segment in reversed(lost_segments(log))]
         for start, end, reason in unreadable(log, log.head_offset, log.state.words[TAIL]):
             for offset in session.tx.live_in(start, end):
                 if offset < end and offset >= start:
                     _delivery.set_aside(session, offset, reason)
             _blank(log, start, end)
         _write_headers(log)
+        return any(found_again)
 
-    engine.execute(mend)
+    is_healed |= engine.execute(mend)
     engine.sync_file()
     left = dict(engine.log.verify())
 
     def forget(session: Session) -> None:
+        if is_healed and session.tx.damage():
+            # What was passed over when the index was made is there now.
+            session.tx.clear()
+            engine.catch_up(session.tx)
         known = [offset for offset, _ in session.tx.damage() if offset not in left]
         session.tx.forget_damage(known)
 
     engine.execute(forget)
     return found
+
+
+def has_slot(log: Log, segment: int) -> bool:
+    """Whether a segment that is kept has a slot with a readable header."""
+    try:
+        log.place(segment)
+        header = log.read_slot(log.slot_of(segment))
+    except (LookupError, CorruptError):
+        return False
+    return header is not None and header.segment == segment
+
+
+def lost_segments(log: Log) -> list[int]:
+    """The segments that are kept and have no readable header."""
+    words = log.state.words
+    return [n for n in range(words[HEAD], words[LAST] + 1) if not has_slot(log, n)]
+
+
+def find_slot(log: Log, header: SlotHeader) -> int | None:
+    """The slot of a segment whose headers were lost: it begins with a valid part of this life."""
+    begin = (header.segment << log.bits) + SLOT_BYTES
+    for slot, entry in enumerate(log.table()):
+        if entry == header.segment + 1:
+            return slot
+        if not entry & FREE or entry & ZEROED:
+            continue
+        data = _files.read_at(
+            log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
+        )
+        crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
+        if 0 < length <= len(data) - PART_BYTES:
+            part = data[4 : PART_BYTES + length]
+            if part_checksum(part, header.salt, begin) == crc:
+                return slot
+    return None
+
+
+def _give_slot(session: Session, segment: int) -> bool:
+    """Give a lost segment its slot again; True when that is its own. Its salt is known from the one
+    behind it, so that it is recognised; else it gets another slot, which says nothing, and the
+    messages that were in it are set aside.
+    """
+    log = session.log
+    words = log.state.words
+    begin, end = segment << log.bits, log.limit(segment)
+    following = log.read_slot(log.slot_of(segment + 1)) if has_slot(log, segment + 1) else None
+    header = SlotHeader(
+        segment=segment,
+        salt=following.prev_salt if following else secrets.randbits(32),
+        prev_salt=secrets.randbits(32),
+        prev_end=log.limit(segment - 1) if segment else 0,
+        head=0,
+        epoch=log.header.epoch,
+        checkpoint=0,
+        created_us=following.created_us if following else 0,
+    )
+    if segment > words[HEAD] and has_slot(log, segment - 1):
+        before = segment - 1
+        header = header._replace(
+            prev_salt=log.place(before)[1], prev_end=_end_of_frames(log, before)
+        )
+    slot = find_slot(log, header)
+    if slot is not None:
+        log.put_in_slot(header, slot, None)
+        return True
+    for offset in session.tx.live_in(begin, end):
+        if begin <= offset < end:
+            _delivery.set_aside(session, offset, "its segment can't be found")
+    log.put_in_slot(header, log.take_slot(spare=True), bytes(log.segment_bytes - 2 * SLOT_BYTES))
+    _blank(log, begin + SLOT_BYTES, following.prev_end if following else end)
+    return False
+
+
+def _end_of_frames(log: Log, segment: int) -> int:
+    """Where the frames of a segment end that is followed by a lost one."""
+    begin, limit = segment << log.bits, log.limit(segment)
+    end = begin + SLOT_BYTES
+    bad: list[int] = []
+    for frame in log.frames(begin, limit, on_damage=lambda offset, _: bad.append(offset)):
+        end = frame[1]
+    # What can't be read at its end is written over by a frame up to the limit.
+    return limit if any(offset >= end for offset in bad) else end
 
 
 def unreadable(log: Log, first: int, last: int) -> list[tuple[int, int, str]]:

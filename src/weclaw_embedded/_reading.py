@@ -212,8 +212,19 @@ class Reading(Segments):
         return self._load_part(offset)[3]
 
     def salt(self, offset: int) -> int:
-        """The salt of the segment that `offset` is in."""
-        return self.place(offset >> self.bits)[1]
+        """The salt of the segment that `offset` is in; where that has lost its headers, what the
+        one behind it says, and 0 if that is lost too: nothing can be read there anyhow.
+        """
+        segment = offset >> self.bits
+        try:
+            return self.place(segment)[1]
+        except MissingSegmentError:
+            try:
+                self.place(segment + 1)
+                following = self.read_slot(self.slot_of(segment + 1))
+            except (MissingSegmentError, LookupError):
+                following = None
+            return 0 if following is None else following.prev_salt
 
     def frames(
         self, start: int, end: int, *, check: bool = True, on_damage: OnDamage | None = None

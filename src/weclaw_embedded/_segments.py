@@ -33,6 +33,7 @@ from ._format import (
     FileHeader,
     SlotHeader,
     pack_head,
+    pack_slot,
     unpack_slot,
 )
 from .errors import CorruptError, DiskFullError
@@ -400,6 +401,23 @@ class Segments:
                 self.state.slots[slot] = 0
             _files.truncate(self.fd, self.slot_position(end))
         return given
+
+    def put_in_slot(self, header: SlotHeader, slot: int, data: bytes | None) -> None:
+        """Make a slot that of a segment which can't be found any more: write `data` (all that
+        follows the header; None: it is there) and then the headers. It is in no other slot.
+        """
+        # Not taken for zeroed by anybody, should we die in here.
+        self.state.slots[slot] = FREE | SAFE
+        self.taken.discard(slot)
+        position = self.slot_position(slot)
+        if data is not None:
+            _files.write_at(self.fd, [data], position + SLOT_BYTES)
+        packed = pack_slot(header, self.header.store_id)
+        _files.write_at(self.fd, [packed], position + self.segment_bytes - SLOT_BYTES)
+        _files.write_at(self.fd, [packed], position)
+        self.state.slots[slot] = header.segment + 1
+        self.forget()
+        self.count_spares()
 
     def give_back(self, slot: int) -> None:
         """Zero a slot that was begun for nothing, and free it."""
