@@ -20,7 +20,7 @@ from ._index import GroupState, Tx
 from ._options import RetryPolicy
 from ._records import NEVER, RELEASE
 from ._session import ALL, Session
-from ._shared import READY, SETTLED, mask_of
+from ._shared import LEASES_SEQ, READY, SETTLED, mask_of
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from .errors import CorruptError
 
@@ -288,6 +288,7 @@ def set_aside(session: Session, offset: int, reason: str) -> None:
     session.append([_records.pack_damaged([(offset, clipped(reason))])])
     for key in [key for key in session.engine.held if key[1] == offset]:
         session.engine.let_go(key).over = True
+    session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
     session.settled = ALL
 
 

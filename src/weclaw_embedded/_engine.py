@@ -56,6 +56,7 @@ from ._shared import (
     FENCED_BY,
     IS_COPY,
     IS_FENCED,
+    LEASES_SEQ,
     OWNERS_HIGH,
     READY,
     REPLICA_AT,
@@ -162,6 +163,7 @@ class Engine(Folding, Durability, FileOptions):
         self.known_options: dict[str, Any] = {}
         self.effective: dict[str, Any] = {}
         self.options_seen = -1
+        self.leases_seen = self.page.words[LEASES_SEQ]
         self.consumer = ""
         self._introduced = False
         self._adopted: list[StoreOptions] = []
@@ -460,6 +462,15 @@ class Engine(Folding, Durability, FileOptions):
         if self.suspects:
             self.suspects.pop(key, None)
         return self.held.pop(key, None)
+
+    def forget_taken(self, session: Session) -> None:
+        """Let go of what was taken away by another process: its group was dropped, say."""
+        tx = session.tx
+        for lease in list(self.held.values()):
+            if not tx.is_leased_to(lease.gid, lease.offset, self.token):
+                self.let_go((lease.gid, lease.offset))
+                lease.over = True
+        self.leases_seen = self.page.words[LEASES_SEQ]
 
     def owner_records(self) -> list[_records.Record]:
         """What says who this owner is, to be written before its first lease."""

@@ -16,15 +16,18 @@ from ._delivery import (
 from ._options import RetryPolicy
 from ._records import NACK, RELEASE, UNDO
 from ._session import SYNC, Session
-from ._shared import mask_of
+from ._shared import LEASES_SEQ, mask_of
 from .errors import LeaseLostError
 
 
 def hold(session: Session, lease: Lease) -> None:
     """Raise LeaseLostError unless this process holds the lease now.
 
-    No look-up: before its deadline, and under the lock, nobody else can have it.
+    No look-up: before its deadline, and under the lock, nobody else can have it, unless leases were
+    taken away meanwhile.
     """
+    if session.page.words[LEASES_SEQ] != session.engine.leases_seen:
+        session.engine.forget_taken(session)
     key = (lease.gid, lease.offset)
     if lease.over or session.engine.held.get(key) is not lease:
         raise LeaseLostError(

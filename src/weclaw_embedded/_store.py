@@ -30,7 +30,7 @@ from ._options import (
 from ._queries import GroupInfo
 from ._restore import end_of, restore_damaged, restore_missing
 from ._session import POLICIES, SYNC, Session
-from ._shared import mask_of
+from ._shared import LEASES_SEQ, mask_of
 from .errors import ClosedError, CorruptError, NotAQueueError, StorageError
 from .queue import Queue
 
@@ -189,6 +189,7 @@ class Store:
             session.settled |= mask_of(group.tid)
             for key in [key for key in session.engine.held if key[0] == gid]:
                 session.engine.let_go(key).over = True
+            session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
             return True
 
         return self._writable().execute(drop)

@@ -756,3 +756,40 @@ def test_a_replay_that_is_refused_begins_no_group(open_store):
     eventually(lambda: store.queue().offset and disk_bytes(store.path) < 300_000)
     assert trimmed()
     assert ("default", "late") not in names(store)
+
+
+def hold_and_settle(pipe, path):
+    q = weclaw.Queue(path)
+    msg = q.get()
+    second = q.get()
+    pipe.send((msg.id, second.id))
+    pipe.recv()
+    told = []
+    for settle in (msg.ack, second.nack, second.extend):
+        try:
+            settle()
+            told.append("done")
+        except weclaw.LeaseLostError:
+            told.append("lost")
+    pipe.send(told)
+    pipe.recv()
+    q.close()
+
+
+def test_who_held_messages_of_a_dropped_group_in_another_process_has_lost_them(path, open_store):
+    """Their late holder is told so, and harms nobody who has them anew."""
+    store = open_store()
+    q = store.queue()
+    ids = q.put_many(["a", "b"])
+    with Child(hold_and_settle, path) as child:
+        assert child.hear() == (ids[0], ids[1])
+        assert store.drop_group("default")
+        again = [q.get(block=False), q.get(block=False)]
+        assert [m.id for m in again] == ids
+        child.say("go")
+        assert child.hear() == ["lost"] * 3
+        again[0].ack(result="mine")
+        again[1].extend(60.0)
+        assert q.result(ids[0]) == "mine"
+        assert q.status(ids[1]) == "leased"
+        child.say("end")
