@@ -274,7 +274,7 @@ def _check_each(h: History, come: Any, letters: Any, kept: bool, forgets: bool) 
         if task in h.cancelled and task not in h.again:
             _require(token not in come and token not in letters, f"{token} was cancelled and came")
             # Who held it when it was cancelled made that impossible, and nobody could get it later.
-            settled = task in h.acked or task in h.failed
+            settled = task in h.acked or (task in h.failed and not h.redrives)
             _require(not settled, f"{token} was cancelled, and settled by who had it")
         if token in h.put and not come.get(token) and token not in letters:
             excused = (
