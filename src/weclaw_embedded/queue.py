@@ -865,6 +865,8 @@ class Queue:
         log = engine.log
         begin = log.head_offset if start is None else log.boundary_before(start)
         end = engine.page.words[0]
+        if seen is not None:
+            seen(0, max(1, end - begin))
         for frame in log.frames(begin, end, on_damage=_ignore):
             for at, record in frame[5]:
                 offset, time_us, put = _queries.put_of(at, frame[2], record)

@@ -126,6 +126,8 @@ def test_on_a_read_only_mount(file: Path, letter: str, ctl: Any, tmp_path: Path)
             assert status == 1, words
             assert len(err.splitlines()) == 1, err
             assert err.startswith("weclawctl: ")
+            assert "can't be written" in err
+            assert "nothing was changed" in err
 
 
 @pytest.mark.parametrize("words", LOOKING + CHANGING[1:], ids=name_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,33 @@ def test_metrics_of_what_is_not_there(file: Path, ctl: Any) -> None:
     status, out, err = ctl("metrics", file)
     assert (status, "weclaw_up 0.0" in out, "no such file" in err) == (1, True, True)
     assert ctl("metrics", file, "--serve", "127.0.0.1:0")[0] == 1
-    assert ctl("metrics", file, "--serve", "127.0.0.1:http")[0] in (1, 2)
+    assert ctl("metrics", file, "--serve", "127.0.0.1:http")[0] == 2
+
+
+def test_metrics_on_a_port_that_is_taken(file: Path, ctl: Any) -> None:
+    """One line that says so."""
+    pytest.importorskip("prometheus_client")
+    with weclaw.Queue(file) as q:
+        q.put(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, _, err = ctl("metrics", file, "--serve", f"127.0.0.1:{port}")
+    assert status == 1
+    assert f"127.0.0.1:{port} can't be served" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_worker_that_waits_out_a_pause_says_so(file: Path, handlers: Any) -> None:
+    """On the bar, which else would only stand still."""
+    with weclaw.Queue(file) as q:
+        q.put(1)
+        q.pause(60)
+        with Terminal("work", file, handlers("def handle(msg):\n    return 1\n")) as screen:
+            screen.wait_for(r"work, paused ")
+            q.resume()
+            screen.wait_for(r"work ━.* 1/1 ")
+            screen.type("\x03")
+            assert screen.end() == 0
 
 
 def test_metrics_without_the_extra_says_what_to_install(

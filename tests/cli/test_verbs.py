@@ -587,3 +587,27 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
     assert done.returncode == 1
     assert "weclaw-embedded[cli]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_python_imports_is_no_traceback(tmp_path: Path) -> None:
+    """At whatever moment after the first line of the command: an end, and nothing on the screen."""
+    code = (
+        "import signal, sys, os\n"
+        "from _weclawctl import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == sys.argv[1]:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "main()\n"
+    )
+    for module in ("lmdb", "click", "rich", "weclaw_embedded.cli._app", "rich.progress"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, module],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            cwd=tmp_path,
+        )
+        assert done.returncode == -signal.SIGINT, (module, done.stderr)
+        assert (done.stdout, done.stderr) == ("", ""), module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import sys
@@ -70,6 +71,9 @@ __all__ = [
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+# We may look at it, and no more.
+_NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class Failure(click.ClickException):
@@ -185,14 +189,25 @@ def must_exist(file: str) -> None:
 
 
 @contextlib.contextmanager
-def opened(file: str, *, readonly: bool = False, create: bool = False) -> Iterator[weclaw.Store]:
+def opened(
+    file: str, *, readonly: bool = False, create: bool = False, consumer: str | None = None
+) -> Iterator[weclaw.Store]:
     """The store of an existing file (any file with `create`), closed at the end."""
     folder = os.path.dirname(file)
     if not create:
         must_exist(file)
     elif folder and not os.path.isdir(folder):
         fail(f"{plain(folder)}: there is no such folder; nothing was put; make it first")
-    with weclaw.open(file, readonly=readonly) as store:
+    try:
+        made = weclaw.open(file, readonly=readonly, consumer=consumer)
+    except OSError as error:
+        if readonly or isinstance(error, weclaw.WeclawError) or error.errno not in _NOT_OURS:
+            raise
+        fail(
+            f"{plain(file)} can't be written ({error.strerror}); nothing was changed; what only "
+            "looks (stats, peek, verify, dlq list …) works all the same"
+        )
+    with made as store:
         yield store
 
 

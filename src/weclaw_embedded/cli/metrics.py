@@ -55,8 +55,9 @@ def metrics(file: str, serve: str | None, as_json: bool, readonly: bool) -> int:
     if serve is not None:
         if as_json:
             raise click.UsageError("what is served is text: leave --json out")
+        address = _host_and_port(serve)
         common.must_exist(file)
-        _serve(prometheus, registry, *_host_and_port(serve))
+        _serve(prometheus, registry, *address)
         return 0
     if as_json:
         common.print_json(
@@ -122,7 +123,10 @@ class _Collector:
 
 
 def _serve(prometheus: Any, registry: Any, host: str, port: int) -> None:
-    server, thread = prometheus.start_http_server(port, addr=host, registry=registry)
+    try:
+        server, thread = prometheus.start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        common.fail(f"{host}:{port} can't be served ({error.strerror}); choose another --serve")
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: told.set())

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _survey
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -84,9 +85,8 @@ def work(
     --drain retries are waited for, and it ends with 0 when nothing is left.
     """
     function = _load(handler)
-    common.must_exist(file)
     started = time.monotonic()
-    with weclaw.open(file, consumer=consumer) as store:
+    with common.opened(file, consumer=consumer) as store:
         wrong = common.missing(store, topic, group)
         if wrong is not None:  # a consumer may be there first, and a group begins with it
             common.say(f"weclawctl: {wrong}; this worker begins it")
@@ -135,7 +135,13 @@ def _watched(worker: weclaw.Worker, queue: weclaw.Queue, *, drain: bool) -> Iter
                 stats = queue.stats()
                 left = stats.ready + stats.delayed + stats.leased
                 failures = f" ({common.count(worker.failed, 'failure')})" if worker.failed else ""
-                update(completed=worker.done, total=worker.done + left, label=f"work{failures}")
+                here = (queue.topic, queue.group)
+                paused = ", paused" if here in _survey.pauses(queue._store) else ""
+                update(
+                    completed=worker.done,
+                    total=worker.done + left,
+                    label=f"work{paused}{failures}",
+                )
                 if not drain:
                     over.wait(_LOOK_S)
                 elif queue.join(timeout=_LOOK_S):
