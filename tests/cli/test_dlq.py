@@ -444,6 +444,21 @@ def test_the_memory_does_not_grow_for_ever(
     assert not Path(f"{memory}.part").exists()
 
 
+def test_the_memory_of_a_command_that_always_fails_does_not_grow(
+    file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last line of a letter counts, and the number of attempts is kept."""
+    from weclaw_embedded.cli import watch
+
+    monkeypatch.setattr(watch, "_SLACK", 3)
+    kill_letters(file, 1, 2)
+    for attempt in range(1, 9):
+        status, _, err = ctl("dlq", "watch", file, "--exec", "exit 1", "--once")
+        assert status == 1
+        assert err.count(f"attempt {attempt};") == 2
+        assert len(Path(f"{file}.watch").read_text("utf-8").splitlines()) <= 2 * 2 + 3
+
+
 def test_the_shell_runs_the_command_in_the_callers_folder(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctl: Any
 ) -> None:

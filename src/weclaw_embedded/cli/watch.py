@@ -189,6 +189,7 @@ class _Memory:
         self._file.seek(0)
         *lines, cut = self._file.read().split("\n")
         self.is_new = not lines
+        self._lines = len(lines)
         self._failures: dict[Death, int] = {}
         begun: Death | None = None
         try:
@@ -266,9 +267,12 @@ class _Memory:
         if failures:
             self._due_s[death] = time.monotonic() + pause_s
         self._write([*death, failures])
+        if self._lines > 2 * len(self._failures) + _SLACK:  # a command that fails again and again
+            self._rewrite()
 
     def _write(self, *lines: list[Any]) -> None:
         self._file.writelines(f"{dumps(line)}\n" for line in lines)
+        self._lines += len(lines)
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -292,6 +296,7 @@ class _Memory:
         os.replace(temporary, self._path)
         self._file.close()
         self._file = file
+        self._lines = len(self._failures)
 
     def close(self) -> None:
         self._file.close()
