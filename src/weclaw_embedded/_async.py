@@ -180,7 +180,7 @@ async def commit(
     )
     ids: list[str] = await io_of(engine).wait(call)
     if queue._policy == BATCH:
-        queue._flush_later(engine, len(acks) + len(puts))
+        queue._flush_later(engine, len(puts))
     return ids
 
 

@@ -271,7 +271,7 @@ class Message:
         result = engine.execute(operation, *args)
         queue = self._queue
         if queue._policy == BATCH:
-            queue._flush_later(engine, 1)
+            queue._flush_later(engine, 0)
         return result
 
     def _died(self) -> None:

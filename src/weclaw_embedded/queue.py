@@ -222,7 +222,7 @@ class Queue:
         engine = self._writable()
         result = engine.execute(operation, *args)
         if self._policy == BATCH:
-            self._flush_later(engine, 1)
+            self._flush_later(engine, 0)
         return result
 
     def _writable(self) -> Engine:
@@ -444,7 +444,7 @@ class Queue:
         return None, True
 
     def _flush_later(self, engine: Engine, n: int) -> None:
-        """`batch`: what was written is forced to disk in time."""
+        """`batch`: what was written, `n` messages among it, is forced to disk in time."""
         options = self._store._options
         engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
 
@@ -631,7 +631,7 @@ class Queue:
                 continue
             self._remember_dead(dead)
             if self._policy == BATCH:
-                self._flush_later(engine, len(acks) + len(puts))
+                self._flush_later(engine, len(puts))
             return ids
 
     # -- results -----------------------------------------------------------------------------------
