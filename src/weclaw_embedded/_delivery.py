@@ -79,40 +79,22 @@ Encoded: TypeAlias = tuple[bytes, Terms]
 class Lease:
     """What this process knows of a message it holds. Changed only under the write lock."""
 
-    __slots__ = (
-        "crash",
-        "deadline_ns",
-        "delivery",
-        "engine",
-        "gid",
-        "holder",
-        "keyed",
-        "location",
-        "offset",
-        "over",
-        "priority",
-        "redrive",
-        "retry",
-        "salt",
-        "tid",
-        "visibility_s",
-    )
+    # Of most messages no more is to be said: one is made for each delivery.
+    over = False
+    retry = crash = redrive = 0
+    delivery = 1
+    keyed = False
+    salt = 0
+    deadline_ns = NEVER
+    visibility_s: float | None = None
+    holder: object = None
 
     def __init__(self, engine: Engine, tid: int, gid: int, offset: int, priority: int) -> None:
         self.engine = engine
         self.tid = tid
         self.gid = gid
-        self.offset = offset
+        self.offset = self.location = offset
         self.priority = priority
-        self.over = False
-        self.retry = self.crash = self.redrive = 0
-        self.delivery = 1
-        self.keyed = False
-        self.location = offset
-        self.salt = 0
-        self.deadline_ns = NEVER
-        self.visibility_s: float | None = None
-        self.holder: object = None
 
     def release_record(self) -> bytes:
         """Hand it back uncounted."""

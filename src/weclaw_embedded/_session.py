@@ -89,7 +89,10 @@ class Session:
         offsets = self.log.append(records, policy, self.now_us, flags, spare=spare)
         if puts and policy >= SYNC and not self._sync_from:
             self._sync_from = offsets[0]
-        self._appended.extend(zip(offsets, records, strict=True))
+        if len(offsets) == 1:
+            self._appended.append((offsets[0], records[0]))
+        else:
+            self._appended.extend(zip(offsets, records, strict=True))
         if self._tx is not None:
             self._apply(self._tx)  # at once: the next look must see it
         return offsets

@@ -26,7 +26,7 @@ from ._index import GroupState, Pick, Row
 from ._options import RetryPolicy
 from ._records import DIED, LAPSED, NEVER
 from ._session import Session
-from ._shared import DEAD_SEQ, READY, mask_of
+from ._shared import DEAD_SEQ, READY, WAITERS, mask_of
 from ._wake import Waiter
 
 LAPSE_REASON: Final = "lease ran out"
@@ -47,11 +47,14 @@ def take(
     now_us=…, suspects=…)` is for an order other than the index's.
     """
     engine = session.engine
-    engine.unmark()
+    if session.page.words[WAITERS]:
+        engine.unmark()
     group = group_of(session, address)
     taken = Taken()
     if group.paused_until_us <= session.now_us:
-        engine.bury(session, engine.dead_owners(everyone=False))
+        dead = engine.dead_owners(everyone=False)
+        if dead:
+            engine.bury(session, dead)
         picks = _look(session, group, address.retry, n, taken.dead, choose)
         if not picks:
             dead = engine.dead_owners(everyone=True)
@@ -99,11 +102,15 @@ def _lease(
     leases: list[Lease],
 ) -> None:
     engine = session.engine
+    log = session.log
+    tid, gid = group.tid, group.gid
     deadline_ns = deadline_of(visibility_s)
-    head = session.log.head_offset
+    head = log.head_offset
+    items = []
     for pick in picks:
-        lease = Lease(engine, group.tid, group.gid, pick.offset, pick.priority)
-        row: Row | None = pick.row
+        offset, priority, from_queue, row = pick
+        items.append((offset, priority, from_queue))
+        lease = Lease(engine, tid, gid, offset, priority)
         if row is not None:
             lease.retry = row.retry
             lease.crash = row.crash
@@ -113,21 +120,15 @@ def _lease(
         lease.deadline_ns = deadline_ns
         lease.visibility_s = visibility_s
         lease.holder = address.holder
-        if pick.offset >= head:
-            lease.salt = session.log.salt(pick.offset)
+        if offset >= head:
+            lease.salt = log.salt(offset)
         else:
-            lease.location, lease.salt = place(session, pick.offset)
+            lease.location, lease.salt = place(session, offset)
         leases.append(lease)
     session.append(
         [
             *engine.owner_records(),
-            _records.pack_deliver(
-                group.tid,
-                group.gid,
-                engine.token,
-                deadline_ns,
-                [(pick.offset, pick.priority, pick.from_queue) for pick in picks],
-            ),
+            _records.pack_deliver(tid, gid, engine.token, deadline_ns, items),
         ]
     )
     for lease in leases:
