@@ -156,11 +156,12 @@ def test_nack_counts_and_waits(open_queue):
     )
     task = q.put("x")
     gaps = []
+    begun = time.monotonic()
     for retry in range(5):
-        begun = time.monotonic()
         msg = q.get(timeout=5.0)
         gaps.append(time.monotonic() - begun)
         assert (msg.retry_count, msg.delivery_count) == (retry, retry + 1)
+        begun = time.monotonic()
         msg.nack(reason=f"failure {retry}")
         if retry < 4:
             assert q.status(task) == "delayed"
@@ -170,7 +171,7 @@ def test_nack_counts_and_waits(open_queue):
     assert [f.reason for f in letter.failures] == [f"failure {n}" for n in range(5)]
     assert [f[1] for f in letter.failures] == [f.reason for f in letter.failures]
     for gap, wanted in zip(gaps[1:], (0.2, 0.4, 0.4, 0.4), strict=True):
-        assert wanted - 0.02 <= gap < wanted + 0.6
+        assert wanted <= gap < wanted + 1.3  # the third would be 1.8 without the limit
 
 
 def test_nack_with_a_backoff_of_its_own(q):
