@@ -226,9 +226,6 @@ def _check(path: Path, h: History, options: dict[str, Any], forgets: bool) -> di
     for token, letter in letters.items():
         h.id_of.setdefault(token, letter.id)
         _require(h.id_of[token] == letter.id, f"letter {token} has another id")
-    if forgets:
-        # What was only handed out counts for nothing here.
-        h.got = defaultdict(list, {token: [] for token in h.got})
     _check_each(h, come, letters, kept, forgets)
     _check_whole(h, come, letters, forgets)
     _check_order(h, found, come)
@@ -243,12 +240,14 @@ def _check_each(h: History, come: Any, letters: Any, kept: bool, forgets: bool) 
         freed = not kept or task in h.cancelled or task in h.cancel_doubt
         if task in h.again and freed:
             continue  # The id was free again, and was put anew: two lives under one name.
-        deliveries = h.got.get(token, []) + come.get(token, [])
+        # What was only handed out counts for nothing where that may be forgotten.
+        got = [] if forgets else h.got.get(token, [])
+        deliveries = got + come.get(token, [])
         counts = [d[0] for d in deliveries]
         _require(len(counts) == len(set(counts)), f"{token}: a delivery happened twice: {counts}")
         if come.get(token):
             _require(len(come[token]) == 1, f"{token} was drained twice")
-            last = max((d[0] for d in h.got.get(token, [])), default=0)
+            last = max((d[0] for d in got), default=0)
             _require(come[token][0][0] > last, f"{token}: counter went back: {deliveries}")
         in_order = sorted(deliveries)
         if not h.redrives:
@@ -296,9 +295,11 @@ def _check_whole(h: History, come: Any, letters: Any, forgets: bool) -> None:
             _require(all(there) or not any(there), f"batch {tokens} is there in part: {there}")
     for task, delivery, tokens, confirmed in h.transactions:
         token = next((t for t, i in h.id_of.items() if i == task), None)
-        later = [
-            d[0] for d in h.got.get(token, []) + come.get(token, []) if d[0] > delivery or forgets
-        ] + ([0] if token in letters else [])
+        later = [d[0] for d in h.got.get(token, []) if d[0] > delivery] + [
+            d[0] for d in come.get(token, []) if d[0] > delivery or forgets
+        ]
+        if token in letters:
+            later.append(0)
         there = [seen(t) for t in tokens]
         if confirmed:
             _require(all(there), f"transaction of {task}: its puts {tokens} are not all there")
