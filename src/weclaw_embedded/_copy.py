@@ -41,7 +41,7 @@ from ._format import (
     unpack_role,
     unpack_slot,
 )
-from ._opening import RECEIVER, read_header
+from ._opening import IN_USE, RECEIVER, read_header
 from ._recovery import look_at_copy, recover_copy
 from ._stream import MAX_DATA, Hello, State, StreamError
 from .errors import CorruptError, LockedError, StorageError
@@ -83,6 +83,11 @@ def check_is_file(path: str) -> None:
         return
     if not stat.S_ISREG(mode):
         raise StorageError(f"{path} is not a file; it was not touched; name another place")
+
+
+def is_alive(fd: int) -> bool:
+    """Whether another descriptor than this holds the file open, as a queue or as a receiver."""
+    return _files.is_locked(fd, IN_USE) or _files.is_locked(fd, RECEIVER)
 
 
 def is_same_file(path: str, other: str) -> bool:
@@ -216,6 +221,7 @@ class Copy:
             header.epoch,
             header.created_us,
             read_role(self.fd, header)[0],
+            is_alive(self.fd),
             self.log.state.words[HEAD],
             self.tail,
             last,
@@ -386,4 +392,4 @@ def role_of(path: str) -> tuple[FileHeader, int, int]:
 
 
 ROLE_NAMES: Final = {PRIMARY: "primary", COPY: "copy", FENCED: "fenced"}
-EMPTY_STATE: Final = State(_NO_STORE, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+EMPTY_STATE: Final = State(_NO_STORE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)

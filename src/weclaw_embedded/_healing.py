@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weclaw_embedded")
 
 _AT_LEAST_S: Final = 5.0
+NOBODY: Final = Hello(bytes(16), 0, 0, 0)  # who only wants to see what is there
 _AT_ONCE: Final = 64 << 20  # bytes fetched before they are written
 
 
@@ -83,6 +84,13 @@ class _Here:
 
     def close(self) -> None:
         self._copy.close()
+
+
+def ask(address: Address, patience_s: float) -> State:
+    """What there is behind a command, whosever it is. Raises UnreachableError."""
+    source = _Away(address, NOBODY, patience_s)
+    source.close()
+    return source.state
 
 
 class _Away:

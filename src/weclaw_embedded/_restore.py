@@ -20,7 +20,7 @@ from . import _clock, _files, _stream
 from ._copy import Copy, is_same_file, role_of
 from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._format import COPY, PRIMARY
-from ._healing import UnreachableError, complete, patience_of, replica_of
+from ._healing import NOBODY, UnreachableError, complete, patience_of, replica_of
 from ._opening import IN_USE, Complete, is_new
 from ._options import StoreOptions
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
@@ -31,7 +31,6 @@ logger = logging.getLogger("weclaw_embedded")
 _ANSWER_S: Final = 30.0  # between two messages, once it has begun to send
 _FIRST_PAUSE_S: Final = 0.2
 _OTHERS_S: Final = 10.0  # how long another process that restores the same file is waited for
-_NOBODY: Final = Hello(bytes(16), 0, 0, 0)
 
 
 def restore_missing(path: str, options: StoreOptions) -> None:
@@ -137,7 +136,7 @@ def _restore_once(path: str, address: Address, why: str, until_s: float) -> bool
 
 
 def _fetch(path: str, address: Address, why: str, channel: Channel, until_s: float) -> bool:
-    channel.send(HELLO, _stream.pack_hello(_NOBODY))
+    channel.send(HELLO, _stream.pack_hello(NOBODY))
     body = channel.answer(until_s, lambda: False)
     if body[0] != STATE:
         raise LinkDownError("it did not say what it has")

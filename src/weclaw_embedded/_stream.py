@@ -37,7 +37,7 @@ MAX_MESSAGE: Final = MAX_DATA + 1024
 
 _HEAD: Final = Struct("<II")
 _HELLO: Final = Struct("<8sI16sIQQ")
-_STATE: Final = Struct("<8sI16sIQQBQQQQI")
+_STATE: Final = Struct("<8sI16sIQQBBQQQQI")
 _BEGIN: Final = Struct("<BQ")
 _DATA: Final = Struct("<QB")
 _OFFSET: Final = Struct("<Q")
@@ -68,6 +68,7 @@ class State(NamedTuple):
     epoch: int
     created_us: int
     role: int  # as in the role record of the file
+    alive: int  # 1: another process has it open, as a queue or as its receiver
     head: int  # first segment kept
     tail: int  # where it goes on
     last: int  # where its last frame begins

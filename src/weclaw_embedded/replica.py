@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
 from . import _files, _registry
-from ._copy import ROLE_NAMES, lock_copy, read_role, role_of, write_role
+from ._copy import ROLE_NAMES, is_alive, lock_copy, read_role, role_of, write_role
+from ._feeder import describe
 from ._format import DEFAULT_SEGMENT_BYTES, PRIMARY
-from ._opening import IN_USE, RECEIVER, read_header
+from ._healing import ask
+from ._opening import RECEIVER, read_header
 from ._options import store_options
 from ._receiver import serve
 from ._recovery import recover_copy
@@ -22,7 +25,7 @@ from ._shared import IS_COPY, IS_FENCED, REPLICATION
 from .errors import StorageError
 from .wal import Log, LogState
 
-__all__ = ["Node", "node", "promote", "receive"]
+__all__ = ["Node", "node", "node_behind", "promote", "receive"]
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -41,16 +44,27 @@ class Node(NamedTuple):
 
 def node(path: str | os.PathLike[str]) -> Node:
     """What the file at `path` is. Opens it only to look; raises FileNotFoundError, NotAQueueError,
-    FormatVersionError, CorruptError.
+    FormatVersionError, CorruptError, StorageError.
     """
     name = os.path.abspath(os.fsdecode(path))
     header, role, _ = role_of(name)
     fd = _files.open_ro(name)
     try:
-        alive = _files.is_locked(fd, IN_USE) or _files.is_locked(fd, RECEIVER)
+        return Node(name, ROLE_NAMES[role], header.epoch, is_alive(fd))
     finally:
         _files.close(fd)
-    return Node(name, ROLE_NAMES[role], header.epoch, alive)
+
+
+def node_behind(command: Sequence[str], timeout: float = 5.0) -> Node:
+    """The same of the file behind a command, as `replica=[…]` names it: the command is run and
+    asked, for `timeout` seconds. Raises StorageError when it does not answer, FileNotFoundError
+    when it has no file.
+    """
+    address = tuple(command)
+    state = ask(address, timeout)
+    if not state.exists:
+        raise FileNotFoundError(f"there is no file behind {describe(address)}")
+    return Node(describe(address), ROLE_NAMES[state.role], state.epoch, bool(state.alive))
 
 
 def receive(path: str | os.PathLike[str], stdin: BinaryIO, stdout: BinaryIO) -> int:

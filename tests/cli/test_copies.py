@@ -90,5 +90,22 @@ def test_a_command_as_replica(file: Path, copy: Path, js: Any) -> None:
         q.put_many([1, 2, 3])
         until(lambda: q.stats().replica_lag == 0)
         assert js("stats", copy)["ready"] == 3
-        checks = js("health", file)["checks"]
-        assert [one["node"] for one in checks if one["check"] == "node"] == [str(file)]
+        nodes = [one for one in js("health", file)["checks"] if one["check"] == "node"]
+        assert [one["node"] for one in nodes] == [str(file), " ".join(command)]
+        assert [one["role"] for one in nodes] == ["primary", "copy"]
+        assert [one["epoch"] for one in nodes] == [1, 1]
+        assert all(one["alive"] for one in nodes)
+    nodes = [one for one in js("health", file)["checks"] if one["check"] == "node"]
+    assert not any(one["alive"] for one in nodes)
+    copy.write_bytes(b"no queue at all")
+    found = js("health", file, status=1)["checks"]
+    assert "no copy there" in [one["value"] for one in found if one["check"] == "node"][1]
+
+
+def test_health_says_who_is_alive(file: Path, copy: Path, ctl: Any) -> None:
+    """Also for people, in a line for each of the two."""
+    with weclaw.Queue(file, replica=str(copy)) as q:
+        q.put(1)
+        assert "primary, epoch 1, alive" in ctl("health", file)[1]
+        assert "copy, epoch 1, alive" in ctl("health", file)[1]
+    assert "copy, epoch 1, not alive" in ctl("health", file)[1]

@@ -126,6 +126,16 @@ def health(
         found = {"check": name, "ok": not bad, "warning": warn, "value": value, "limit": limit}
         checks.append({**found, **where})
 
+    def check_node(found: replica.Node, *, bad: bool) -> None:
+        value = f"{found.role}, epoch {found.epoch}"
+        more: dict[str, Any] = {
+            "node": found.path,
+            "role": found.role,
+            "epoch": found.epoch,
+            "alive": found.alive,
+        }
+        check("node", value, None, bad=bad, **more)
+
     try:
         with common.looking(file, readonly=readonly) as store:
             wrong = common.missing(store, topic, group)
@@ -144,10 +154,16 @@ def health(
         if wrong is not None:
             check("named", wrong, None, bad=True)
         me = replica.node(file)
-        check("node", f"{me.role}, epoch {me.epoch}", None, bad=me.role == "fenced", node=file)
-        if isinstance(other, str):
-            role = _role_of(other)
-            check("node", role, None, bad=not role.startswith("copy"), node=other)
+        check_node(me, bad=me.role == "fenced")
+        if other:
+            is_path = isinstance(other, str)
+            try:
+                copy = replica.node(other) if is_path else replica.node_behind(other)
+            except (weclaw.WeclawError, OSError) as error:
+                name = other if is_path else " ".join(other)
+                check("node", f"no copy there: {error}", None, bad=True, node=name)
+            else:
+                check_node(copy, bad=copy.role != "copy")
         check("damaged", first.damaged, 0, bad=first.damaged > 0)
         # Who gives a limit wants a replica: that there is none is the worst lag of all.
         if first.replica_lag is not None or max_lag is not None:
@@ -176,14 +192,6 @@ def health(
     return 0 if ok else 1
 
 
-def _role_of(path: str) -> str:
-    try:
-        node = replica.node(path)
-    except (weclaw.WeclawError, OSError) as error:
-        return f"no copy there: {error}"
-    return f"{node.role}, epoch {node.epoch}"
-
-
 def _over(value: float | None, limit: float | None) -> bool:
     return limit is not None and value is not None and value > limit
 
@@ -196,6 +204,8 @@ def _line(found: dict[str, Any]) -> str:
     place = f" {found['topic']}/{found['group']}" if "topic" in found else ""
     if "node" in found:
         place = f" {found['node']}"
+        if "alive" in found:
+            value = f"{value}, {'alive' if found['alive'] else 'not alive'}"
     if name == "replica_lag" and value is None:
         value = "there is no replica"
     bound = "" if limit is None else f" (limit {limit})"
