@@ -114,11 +114,17 @@ def repair(engine: Engine, seen: Seen | None = None) -> list[tuple[int, str]]:
     def mend(session: Session) -> bool:
         log = session.log
         found_again = [_give_slot(session, segment) for segment in reversed(lost_segments(log))]
-        for start, end, reason in unreadable(log, log.head_offset, log.state.words[TAIL]):
-            for offset in session.tx.live_in(start, end):
-                if offset < end and offset >= start:
-                    _delivery.set_aside(session, offset, reason)
-            _blank(log, start, end)
+        before: list[tuple[int, int, str]] = []
+        spots = unreadable(log, log.head_offset, log.state.words[TAIL])
+        while spots and spots != before:
+            for start, end, reason in spots:
+                for offset in session.tx.live_in(start, end):
+                    if offset < end and offset >= start:
+                        _delivery.set_aside(session, offset, reason)
+                _blank(log, start, end)
+            # What went on in the next segment was passed over with its beginning: now it stands
+            # there alone.
+            before, spots = spots, unreadable(log, log.head_offset, log.state.words[TAIL])
         _write_headers(log)
         return any(found_again)
 

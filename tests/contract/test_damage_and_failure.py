@@ -540,3 +540,24 @@ def test_a_failed_sync_is_remembered_over_an_opening_that_fails(path, failing_sy
     with weclaw.Queue(path) as q:
         assert len(again) == 1
         assert drain(q) in (["kept"], ["kept", "in doubt"])
+
+
+def test_repair_mends_what_went_on_in_the_next_segment(path):
+    """Of a batch over several segments whose beginning is damaged nothing is left to report."""
+    with weclaw.Queue(path, segment_bytes=65536) as q:
+        q.put("first")
+        q.put_many(["beginning" + "x" * 60_000, *(["x" * 60_000] * 2)])
+        q.put("last")
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"beginning")] ^= 1
+    path.write_bytes(raw)
+    shutil.rmtree(f"{path}.d")
+    with weclaw.open(path) as store:
+        assert len(store.verify()) == 1
+        store.repair()
+        assert store.verify() == []
+        assert drain(store.queue()) == ["first", "last"]
+    shutil.rmtree(f"{path}.d")
+    with weclaw.open(path) as store:
+        assert store.verify() == []
+        assert store.queue().stats()[:4] == (0, 0, 0, 0)
