@@ -223,6 +223,12 @@ def note(log: Path) -> str:
     return f'echo "$WECLAW_LETTER_ID" >> "{log}"'
 
 
+def at_rest(file: Path) -> bool:
+    """Whether the end of the last call is in the memory of the watch."""
+    lines = Path(f"{file}.watch").read_text("utf-8").splitlines()
+    return len(json.loads(lines[-1])) == 5
+
+
 def test_watch_calls_once_for_each_letter_over_restarts(file: Path, tmp_path: Path) -> None:
     """Killed and started again, it goes on with what died meanwhile and repeats nothing."""
     log = tmp_path / "calls.log"
@@ -232,6 +238,7 @@ def test_watch_calls_once_for_each_letter_over_restarts(file: Path, tmp_path: Pa
     until(lambda: called(log) == first)
     second = kill_letters(file, 2, topic="mails", group="senders")
     until(lambda: called(log) == first + second)
+    until(lambda: at_rest(file))  # killed before it has noted the end, it would say so
     child.kill()
     child.communicate()
 

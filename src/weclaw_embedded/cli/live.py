@@ -142,7 +142,8 @@ def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
     numbers = ("ready", "delayed", "leased", "dead", "in/s", "done/s", "retries", "oldest")
     widths = [max(6, len(name)) for name in numbers]
     widths[-1] = len("119.9 s")
-    names = max(10, width - sum(widths) - len(widths))
+    # One to spare: older versions of rich count the gap before the last column twice.
+    names = max(10, width - sum(widths) - len(widths) - 1)
     table.add_column("topic/group", overflow="ellipsis", no_wrap=True, max_width=names)
     for name, wide in zip(numbers, widths, strict=True):
         table.add_column(name, justify="right", no_wrap=True, min_width=wide)
