@@ -262,13 +262,13 @@ def test_a_task_is_told_when_its_put_was_taken_back(
     send_signal(copy, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("dies_opening", [0, 1, 2])
+@pytest.mark.parametrize("dies_at", [(), ("stamp",), ("mode",), ("mode", "stamp", "mode")])
 def test_what_nobody_was_promised_yet_stays_unseen_after_a_crash(
-    path: Path, copy: Path, dies_opening: int
+    path: Path, copy: Path, dies_at: tuple[str, ...]
 ) -> None:
     """A put that waits for the replica is killed: the next to open delivers it when the replica
-    has it, and not before; how far the replica is, is known at once. Also when one or two died
-    while they opened the file in between.
+    has it, and not before; how far the replica is, is known at once. Also when others died while
+    they opened the file in between.
     """
 
     def put(pipe, path, copy):
@@ -287,14 +287,20 @@ def test_what_nobody_was_promised_yet_stays_unseen_after_a_crash(
     time.sleep(0.5)
     child.close()
 
-    def die_opening(pipe, path):
-        from weclaw_embedded import _shared
+    def die_opening(pipe, path, step):
+        from weclaw_embedded import _replicated, _shared
 
-        _shared.SharedPage.stamp = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if step == "stamp":
+            _shared.SharedPage.stamp = die
+        else:
+            _replicated._set_mode = die
         weclaw.Queue(path)
 
-    for _ in range(dies_opening):
-        dying = Child(die_opening, str(path))
+    for step in dies_at:
+        dying = Child(die_opening, str(path), step)
         dying.wait()
         dying.close()
     q = weclaw.Queue(path, replica_timeout=60.0, visibility_timeout=None)

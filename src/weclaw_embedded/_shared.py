@@ -246,10 +246,11 @@ class SharedPage(LogState):
         words[REPLICA_HIGH] = end
 
     def replica_words(self) -> list[int]:
-        """What is known of the replica, for the page that follows this one in the same boot."""
+        """What is known of the replica, for the page that follows this one in the same boot. The
+        mode does not matter: who made this page may have died before he had set it.
+        """
         words = self.words
-        promised = words[REPLICA_HIGH] if words[REPLICATION] & SYNC_WANTED else 0
-        return [words[REPLICATED], words[REPLICA_AT], promised, words[FIRST_REPLICA]]
+        return [words[word] for word in (REPLICATED, REPLICA_AT, REPLICA_HIGH, FIRST_REPLICA)]
 
     @staticmethod
     def pack_kept(store_id: bytes, boot_id: bytes, known: list[int]) -> bytes:
