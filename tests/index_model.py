@@ -10,6 +10,7 @@ from typing import Any
 from weclaw_embedded import _format
 from weclaw_embedded import _records as rec
 from weclaw_embedded._index import Index, Tx
+from weclaw_embedded._index_rows import DELIVERED, RESULT, U64
 
 NEVER = rec.NEVER
 ALL = 2**60
@@ -418,6 +419,12 @@ def check(model: Model, tx: Tx) -> None:
         assert [(o, reason) for o, _, reason, _ in tx.dead(gid)] == dead
         check_times(model, expected, tx)
     check_ids(model, tx)
+    for kind in (RESULT, DELIVERED):  # nothing is noted of what is kept no more
+        for key, _ in tx._scan(kind):
+            gid, offset = U64.unpack(key[1:9])[0], U64.unpack(key[9:])[0]
+            assert gid in model.groups
+            assert offset in model.sent
+            assert model.groups[gid].has[offset].status == "done"
 
 
 def check_row(row: Any, standing: Standing) -> None:
