@@ -261,7 +261,16 @@ class Change(Moves):
         if not (cursor.prev() if found else cursor.last()):
             return False
         key, value = cursor.item()
-        return key.startswith(prefix) and offset < U64.unpack(value)[0]
+        if not key.startswith(prefix) or offset >= U64.unpack(value)[0]:
+            return False
+        # A range is of the position queue. Of what lies between, the messages that were never in
+        # it, or were carried out of it, were noted alone if they were purged.
+        group = self.group(gid)
+        if group is None or self._get(key_u64(MOVED, offset)) is not None:
+            return False
+        topic = self._topic(group.tid)
+        index = self._index_of(topic, priority, offset)
+        return index < topic.tails[priority] and self._entry(topic, priority, index) == offset
 
     def deliveries(self, group: GroupState, offset: int) -> int:
         """Return how often a group was handed a message it is done with; 0: it never had it."""

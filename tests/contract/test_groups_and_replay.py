@@ -793,3 +793,25 @@ def test_who_held_messages_of_a_dropped_group_in_another_process_has_lost_them(p
         assert q.result(ids[0]) == "mine"
         assert q.status(ids[1]) == "leased"
         child.say("end")
+
+
+@pytest.mark.parametrize("how", ["at once", "rebuilt"])
+def test_a_purge_says_nothing_of_what_was_done_among_the_purged(open_queue, path, how):
+    """What had been settled, or died, between the purged ones stays so, over a rebuild too."""
+    q = open_queue(start="earliest")
+    gone = q.put("gone")
+    done, dead = q.put("done", key="k"), q.put("dead", key="l")
+    q.put_many(["purged", "purged too"])
+    assert q.cancel(gone)
+    q.get().ack(result=1)
+    q.get().fail("bad")
+    assert q.purge() == 2
+    if how == "rebuilt":
+        q.close()
+        shutil.rmtree(scratch(path))
+        q = open_queue()
+    assert [q.status(x) for x in (gone, done, dead)] == ["unknown", "done", "dead"]
+    assert q.result(done) == 1
+    assert q.stats()[:5] == (0, 0, 0, 1, 1)
+    assert q.replay(offset="earliest") == 1
+    assert q.get().id == done
