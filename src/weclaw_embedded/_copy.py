@@ -257,7 +257,8 @@ class Copy:
     def read(self, offset: int, end: int) -> bytes:
         """Some of the log's bytes from `offset` on, of one segment, as they are."""
         shift, _ = self.log.place(offset >> self.log.bits)
-        return _files.read_at(self.fd, min(MAX_DATA, end - offset), offset + shift)
+        # What can't be read must not come to the other side as something else.
+        return _files.read_at(self.fd, min(MAX_DATA, end - offset), offset + shift, around=False)
 
     def read_slot(self, segment: int) -> bytes:
         """The packed header of a segment; nothing if it has none."""

@@ -391,7 +391,8 @@ class Link:
                 return self._send_segment(following)
             shift, _ = log.place(segment)
             n = min(MAX_DATA, end - at)
-            data = _files.read_at(log.fd, n, at + shift)
+            # What can't be read must not come to the other side as something else.
+            data = _files.read_at(log.fd, n, at + shift, around=False)
             self._still_kept(segment)
             if len(data) < n:
                 raise LinkDownError("the file ends before its log does")

@@ -25,6 +25,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import logging
 import os
 import re
 import secrets
@@ -73,9 +74,13 @@ __all__ = [
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
+logger = logging.getLogger("weclaw_embedded")
+
 # Every way of the system to say that there is no room.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IOV_MAX = 1024
+_PAGE = 4096  # what a device fails to read, it fails to read as a page
+_UNREADABLE = b"\xff"
 _MAX_CALL = 0x7FFFF000  # Linux reads and writes at most this much in one call
 _ZEROS = bytes(1 << 20)
 _STALE_TEMPORARY_S = 3600.0
@@ -152,20 +157,40 @@ def close(fd: int) -> None:
 # Reading and writing ------------------------------------------------------------------------
 
 
-def read_at(fd: int, n: int, offset: int) -> bytes:
-    """Read `n` bytes at `offset`; fewer only where the file ends."""
-    data = os.pread(fd, n, offset)
-    if len(data) == n or not data:
-        return data
-    pieces = [data]
-    got = len(data)
-    while got < n:
-        data = os.pread(fd, n - got, offset + got)
-        if not data:
-            break
-        pieces.append(data)
-        got += len(data)
-    return b"".join(pieces)
+def read_at(fd: int, n: int, offset: int, *, around: bool = True) -> bytes:
+    """Read `n` bytes at `offset`; fewer only where the file ends.
+
+    Pages that the device can't read come as bytes which are neither valid nor zero, so that they
+    are damage like any other and what stands around them is read; not `around`, they raise OSError.
+    """
+    try:
+        data = os.pread(fd, n, offset)
+        if len(data) == n or not data:
+            return data
+        pieces = [data]
+        got = len(data)
+        while got < n:
+            data = os.pread(fd, n - got, offset + got)
+            if not data:
+                break
+            pieces.append(data)
+            got += len(data)
+        return b"".join(pieces)
+    except OSError as error:
+        if error.errno != errno.EIO or not around:
+            raise
+    half = offset + n // 2
+    half -= half % _PAGE
+    if half <= offset:
+        half += _PAGE
+    if half < offset + n:
+        first = read_at(fd, half - offset, offset)
+        if len(first) < half - offset:
+            return first
+        return first + read_at(fd, offset + n - half, half)
+    there = max(0, min(n, size(fd) - offset))
+    logger.warning("%s: %d bytes at %d can't be read (EIO)", _name_of(fd), there, offset)
+    return _UNREADABLE * there
 
 
 def read_all(fd: int) -> bytes:

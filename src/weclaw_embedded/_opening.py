@@ -166,7 +166,7 @@ def create(path: str, segment_bytes: int) -> None:
 
 def read_header(fd: int, path: str) -> FileHeader:
     """What the file says about itself. Raises NotAQueueError, FormatVersionError, CorruptError."""
-    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
+    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0, around=False), path)
 
 
 def _open_fd(

@@ -218,7 +218,8 @@ def _write_again(log: Segments, commit: int) -> None:
             continue
         position = log.slot_position(slot)
         for at in range(0, log.segment_bytes, _PIECE):
-            piece = _files.read_at(log.fd, min(_PIECE, log.segment_bytes - at), position + at)
+            n = min(_PIECE, log.segment_bytes - at)
+            piece = _files.read_at(log.fd, n, position + at, around=False)
             if piece:
                 _files.write_at(log.fd, [piece], position + at)
 

@@ -110,7 +110,7 @@ _NO_BYTES = "a frame needs records, and a record needs bytes"
 
 def read_file_header(fd: int, name: str = "the file") -> FileHeader:
     """Read the header block; raises what `unpack_header` does."""
-    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), name)
+    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0, around=False), name)
 
 
 class Log(Reading):

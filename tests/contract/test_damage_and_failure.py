@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 import time
+import types
 
 import pytest
 from tests.helpers.processes import Child
@@ -561,3 +562,71 @@ def test_repair_mends_what_went_on_in_the_next_segment(path):
     with weclaw.open(path) as store:
         assert store.verify() == []
         assert store.queue().stats()[:4] == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_page_that_the_device_cannot_read_costs_only_what_stands_there(
+    path, monkeypatch, reopened
+):
+    """A read error is damage like any other: reported, and the rest flows."""
+    from weclaw_embedded import _files
+
+    bodies = [f"{n}" + "x" * 3000 for n in range(60)]
+    with weclaw.Queue(path, segment_bytes=65536) as q:
+        q.put_many(bodies[:1])
+        for body in bodies[1:]:
+            q.put(body)
+    raw = path.read_bytes()
+    page = raw.index(b"30xxx") // 4096 * 4096
+    hit = {n for n, body in enumerate(bodies) if overlaps(raw, body, page)}
+    real = os.pread
+
+    def pread(fd, n, offset):
+        if (
+            offset < page + 4096
+            and page < offset + n
+            and os.readlink(f"/proc/self/fd/{fd}") == name
+        ):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, n, offset)
+
+    name = str(path)
+    double = types.ModuleType("os")
+    double.__dict__.update(os.__dict__)
+    double.pread = pread
+    if reopened:
+        shutil.rmtree(f"{path}.d")
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "os", double)
+        with weclaw.Queue(path) as q:
+            got = drain(q)
+            assert [body for n, body in enumerate(bodies) if n not in hit] == got
+            assert q.stats().damaged > 0
+            q.put("after")
+            assert drain(q) == ["after"]
+
+
+def overlaps(raw, body, page):
+    at = raw.index(body.encode())
+    return at - 40 < page + 4096 and page < at + len(body)
+
+
+def test_a_header_that_the_device_cannot_read_is_no_other_file(path, monkeypatch):
+    """Whose header can't be read is not told to be none of ours, and is not touched."""
+    from weclaw_embedded import _files
+
+    with weclaw.Queue(path) as q:
+        q.put("kept")
+    before = path.read_bytes()
+
+    def pread(fd, n, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    double = types.ModuleType("os")
+    double.__dict__.update(os.__dict__)
+    double.pread = pread
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "os", double)
+        with pytest.raises(weclaw.StoreFailedError):
+            weclaw.Queue(path)
+    assert path.read_bytes() == before
