@@ -38,7 +38,7 @@ LAYERS = [
     ["_copy"],
     ["_feeder", "_receiver"],
     ["_session"],
-    ["_folding", "_durability", "_file_options"],
+    ["_folding", "_together", "_durability", "_file_options"],
     ["_engine"],
     ["_registry", "_readonly", "_delivery", "_replication"],
     ["_replicated"],

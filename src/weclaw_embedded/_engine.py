@@ -27,6 +27,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -70,6 +71,7 @@ from ._shared import (
     WANTED,
     SharedPage,
 )
+from ._together import Together
 from ._wake import READY_BYTE, SETTLED_BYTE, Timer, Waiter, Waker
 from .errors import (
     ClosedError,
@@ -104,7 +106,7 @@ def _session_maker() -> Callable[[Engine, int], Session]:
     return session_of
 
 
-class Engine(Folding, Durability, FileOptions):
+class Engine(Folding, Together, Durability, FileOptions):
     """See the module. Made and ended by `_registry`, shared by all handles of a process. Any thread
     may call any method.
     """
@@ -135,6 +137,9 @@ class Engine(Folding, Durability, FileOptions):
         self.last_digest = (-1, "")  # of the salt of a segment, for the ids we make
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()
+        self._lead_lock = threading.Lock()
+        self._led = False
+        self._waiting: deque[Job] = deque()
         self._sync_lock = threading.Lock()
         self._syncing = False
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
@@ -229,52 +234,8 @@ class Engine(Folding, Durability, FileOptions):
         if session.must_sync:
             self.durable(tail)
             if session.replicated:
-                session.confirm(tail)
+                session.confirm(tail, session.take_puts())
         return result
-
-    def execute_many(self, jobs: Sequence[Job]) -> int:
-        """Run several operations in one turn: one write, one index transaction. Each gets its own
-        result or error. Does not sync: jobs with `must_sync` are durable once
-        `durable(returned offset)` has returned.
-
-        Raises what makes the whole turn fail; then none of the jobs was done.
-        """
-        tail = self._turn_of(jobs)
-        full = [job for job in jobs if isinstance(job.error, DiskFullError)]
-        if full and self.make_room():
-            for job in full:
-                job.error = None
-            tail = self._turn_of(full)
-        return tail
-
-    def _turn_of(self, jobs: Sequence[Job]) -> int:
-        with self._lock:
-            self._check_open()
-            try:
-                _files.lock(self.fd, WRITE, True)
-                session = self._begin()
-                try:
-                    for job in jobs:
-                        session.must_sync = False
-                        try:
-                            job.result = job.operation(session, *job.args)
-                        except Exception as error:  # noqa: BLE001  each job's own, told to it
-                            job.error = error
-                        if session.imagined:
-                            session.forget_imagined()
-                        job.must_sync = session.must_sync
-                        if session.replicated:
-                            job.puts = session.take_puts()
-                    session.finish()
-                except BaseException:
-                    session.abort()
-                    raise
-                tail = self.page.words[TAIL]
-                pokes = self._take_pokes(session)
-            finally:
-                _files.unlock(self.fd, WRITE)
-        self._after(session, pokes)
-        return tail
 
     def _after(self, session: Session, pokes: list[tuple[bytes, Sequence[int]]] | None) -> None:
         """What follows a turn, with the lock given back."""
@@ -333,7 +294,7 @@ class Engine(Folding, Durability, FileOptions):
         if words[WRITING]:
             # Its holder died, or was interrupted, in the middle of a write.
             self.log.heal()
-            words[SYNC_HIGH] = min(words[SYNC_HIGH], words[TAIL])
+            self.page.forget_promises()
         mode = words[REPLICATION]
         return _session_maker()(self, mode) if mode else Session(self)
 

@@ -97,12 +97,11 @@ class ReplicatedSession(Session):
                 self.page.await_replica(self.engine.slot, end)
         super().finish()
 
-    def confirm(self, until: int) -> None:
+    def confirm(self, until: int, puts: list[int] | None) -> None:
         """Wait for the replica as one call must: a put is taken back when that takes too long, and
         what settles is done all the same. Raises ReplicaUnavailableError, StoreFailedError.
         """
         engine = self.engine
-        puts = self.take_puts()
         timeout_s = engine.replica_timeout
         if not wait(engine, until, time.monotonic() + timeout_s):
             if puts is None:

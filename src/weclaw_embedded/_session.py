@@ -11,6 +11,7 @@ not know what the records mean, beyond handing them to the index.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ from . import _clock
 from ._index import IndexFullError, Tx
 from ._shared import OPTIONS_SEQ
 from .errors import DiskFullError
-from .wal import TAIL
+from .wal import TAIL, WRITING
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -97,8 +98,8 @@ class Session:
             self._apply(self._tx)  # at once: the next look must see it
         return offsets
 
-    def confirm(self, until: int) -> None:
-        """Wait for the replica, if there is one that is waited for."""
+    def confirm(self, until: int, puts: list[int] | None) -> None:
+        """Wait for the replica, if there is one that is waited for; `puts` from `take_puts`."""
 
     def take_puts(self) -> list[int] | None:
         """What the operation put, if that has to be taken back when a replica does not confirm."""
@@ -197,20 +198,26 @@ class Session:
 
     def abort(self) -> None:
         self.log.discard()
+        if self._appended and not self.page.words[WRITING]:
+            self.page.forget_promises()  # else it is done by whoever heals
         tx, self._tx = self._tx, None
         if tx is not None:
             tx.abort()
 
 
 class Job:
-    """One operation among several of a turn; see `Engine.execute_many`."""
+    """One operation among several of a turn; see `_together`."""
 
-    __slots__ = ("args", "error", "must_sync", "operation", "puts", "result")
+    result: Any = None
+    error: Exception | None = None
+    must_sync = False
+    puts: list[int] | None = None  # to be taken back if the replica does not confirm
+    session: Session | None = None  # the turn it was run in, if there is a replica
+    tail: int | None = None  # what must be synced for it, once it was run by another thread
+    leads = False  # whether its thread is to run what others want, too
+    wakes: list[Job] | None = None  # whom its thread wakes when it is woken
 
     def __init__(self, operation: Callable[..., Any], *args: Any) -> None:
-        self.puts: list[int] | None = None  # to be taken back if the replica does not confirm
         self.operation = operation
         self.args = args
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.must_sync = False
+        self.turn = threading.Lock()  # for whoever waits until it is done

@@ -201,6 +201,14 @@ class SharedPage(LogState):
             words[FIRST_SYNC] = start
         words[SYNC_HIGH] = end
 
+    def forget_promises(self) -> None:
+        """Take back what was promised to frames that were not written after all. The caller holds
+        the write lock.
+        """
+        words = self.words
+        for word in (SYNC_HIGH, REPLICA_HIGH):
+            words[word] = min(words[word], words[TAIL])
+
     def visible(self, tail: int) -> int:
         """Puts below this offset may be delivered: each is as durable as it was promised."""
         words = self.words

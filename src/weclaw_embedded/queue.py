@@ -406,7 +406,7 @@ class Queue:
         while True:
             try:
                 dead: list[int] = []
-                ids = engine.execute(
+                ids = engine.execute_together(
                     _putting.put, self._address, messages, self._policy, self.maxsize, waiter, dead
                 )
                 self._remember_dead(dead)

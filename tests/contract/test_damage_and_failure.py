@@ -229,6 +229,26 @@ def test_a_write_that_fails_is_no_success(path, monkeypatch):
         assert drain(q) in (["before", "after"], ["before", "lost", "after"])
 
 
+def test_a_put_that_found_no_room_leaves_nothing_to_wait_for(path, monkeypatch):
+    """Refused while it was written it was promised nothing: who looks next finds nothing."""
+    from weclaw_embedded import _files
+
+    real = _files.write_at
+
+    def write_at(fd, *args, **kwargs):
+        raise weclaw.DiskFullError("there is no room")
+
+    with weclaw.Queue(path) as q:
+        q.put("before")
+        assert q.get().body == "before"
+        monkeypatch.setattr(_files, "write_at", write_at)
+        with pytest.raises(weclaw.DiskFullError):
+            q.put("refused")
+        monkeypatch.setattr(_files, "write_at", real)
+        with pytest.raises(weclaw.Empty):
+            q.get(block=False)
+
+
 def busy(pipe, path):
     q = weclaw.Queue(path)
     n = 0

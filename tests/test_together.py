@@ -1,0 +1,177 @@
+"""Threads that put at once: one turn and one sync for many, and to each his own outcome."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.helpers.queues import drain, eventually
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import _files
+
+
+class Held:
+    """The first sync waits until `go_on` is set; counts them all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.count = 0
+        self.real = _files.sync_data
+        monkeypatch.setattr(_files, "sync_data", self.sync)
+
+    def sync(self, fd: int) -> None:
+        self.count += 1
+        if self.count == 1:
+            self.began.set()
+            assert self.go_on.wait(30)
+        self.real(fd)
+
+
+def in_threads(held: Held, q: Any, calls: list[Callable[[], Any]]) -> list[Any]:
+    """What each call returned or raised; all but the first come while that one syncs."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(n: int) -> None:
+        try:
+            found[n] = calls[n]()
+        except Exception as error:  # noqa: BLE001  it is looked at by the test
+            found[n] = error
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(calls))]
+    threads[0].start()
+    assert held.began.wait(30)
+    for n, thread in enumerate(threads[1:], 1):
+        thread.start()
+        eventually(lambda n=n: len(q._engine._waiting) == n)
+    held.go_on.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+def test_many_puts_share_a_sync_and_keep_their_order(open_queue, monkeypatch):
+    """What came while a sync was under way is written and synced at once, in the order it came."""
+    q = open_queue()
+    q.put(-1)
+    held = Held(monkeypatch)
+    ids = in_threads(held, q, [lambda n=n: q.put(n) for n in range(20)])
+    assert held.count <= 3
+    assert sorted(ids) == ids
+    assert len(set(ids)) == 20
+    assert drain(q) == list(range(-1, 20))
+
+
+def test_each_thread_is_told_what_became_of_its_own(open_queue, monkeypatch):
+    """One that finds no room, and one whose id is known, leave the others alone."""
+    q = open_queue(maxsize=4)
+    q.put("known", id="known")
+    held = Held(monkeypatch)
+    found = in_threads(
+        held,
+        q,
+        [
+            lambda: q.put("first"),
+            lambda: q.put("second"),
+            lambda: q.put("again", id="known"),
+            lambda: q.put_many(["a", "b", "c", "d", "e"], block=False),
+            lambda: q.put_many(["a", "b"], block=False),
+            lambda: q.put("third"),
+        ],
+    )
+    assert found[2] == "known"
+    assert isinstance(found[3], weclaw.Full)
+    assert isinstance(found[4], weclaw.Full)
+    assert all(isinstance(found[n], str) for n in (0, 1, 5))
+    assert drain(q) == ["known", "first", "second", "third"]
+
+
+def test_a_turn_too_large_for_the_disk_fails_only_whose_it_is(open_queue, monkeypatch):
+    """Where not all have room at once, each is tried by itself."""
+    q = open_queue()
+    q.put(-1)
+    held = Held(monkeypatch)
+    real = _files.write_at
+
+    def write_at(fd: int, buffers: Any, offset: int) -> int:
+        if sum(map(len, buffers)) > 5000:
+            raise weclaw.DiskFullError("there is no room for so much")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(_files, "write_at", write_at)
+    calls = [lambda n=n: q.put([n, "x" * 1000]) for n in range(9)]
+    calls.append(lambda: q.put("y" * 6000))
+    found = in_threads(held, q, calls)
+    assert isinstance(found.pop(), weclaw.DiskFullError)
+    assert all(isinstance(one, str) for one in found)
+    monkeypatch.setattr(_files, "write_at", real)
+    assert sorted(body[0] for body in drain(q)[1:]) == list(range(9))
+
+
+def test_a_sync_that_fails_fails_for_all_who_waited(open_queue, monkeypatch):
+    """Nobody is told that his message is safe."""
+    q = open_queue()
+    q.put(-1)
+    held = Held(monkeypatch)
+    real = held.real
+
+    def broken(fd: int) -> None:
+        held.sync(fd)
+        if held.count > 1:
+            raise OSError(5, "the disk is gone")
+
+    monkeypatch.setattr(_files, "sync_data", broken)
+    found = in_threads(held, q, [lambda n=n: q.put(n) for n in range(8)])
+    assert isinstance(found[0], str)
+    assert all(isinstance(one, weclaw.StoreFailedError) for one in found[1:])
+    monkeypatch.setattr(_files, "sync_data", real)
+
+
+def test_one_that_waits_for_room_holds_nobody_up(open_queue, monkeypatch):
+    """A blocking put sleeps by itself, and others lead meanwhile."""
+    q = open_queue(maxsize=2)
+    q.put(-1)
+    held = Held(monkeypatch)
+    done: list[str] = []
+    waiting = [threading.Thread(target=lambda: done.append(q.put("late"))) for _ in range(3)]
+    first = threading.Thread(target=lambda: done.append(q.put(0)))
+    first.start()
+    assert held.began.wait(30)
+    for thread in waiting:
+        thread.start()
+    held.go_on.set()
+    first.join(30)
+    for n in range(5):
+        with q.get(timeout=10) as msg:
+            assert msg.body == ([-1, 0] + ["late"] * 3)[n]
+    for thread in waiting:
+        thread.join(30)
+    assert len(done) == 4
+
+
+def test_threads_that_come_and_go(open_queue):
+    """Every put of many threads returns, whoever leads, also beside those of the main thread."""
+    q = open_queue(flush="os")
+    ids: list[str] = []
+
+    def work(n: int) -> None:
+        for i in range(100):
+            ids.append(q.put((n, i)))
+            if i % 7 == n % 7:
+                time.sleep(0.0005)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    ids.extend([q.put((99, i)) for i in range(100)])
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(set(ids)) == 1300
+    bodies = drain(q)
+    for n in [*range(12), 99]:
+        assert [i for who, i in bodies if who == n] == list(range(100))
