@@ -7,6 +7,7 @@ python benchmarks/bench_aio.py --slow-sync 5ms      where grouping shows most
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import statistics
 import time
@@ -238,24 +239,24 @@ def bench_waking(run: Run) -> Iterator[Row]:
 def _wait_for_nothing(kind: str, path: str, seconds: float, told: Connection) -> None:
     async def wait() -> float:
         async with weclaw.AsyncQueue(path) as queue:
-            await asyncio.sleep(0.5)  # opening is over
+            with contextlib.suppress(weclaw.Empty):
+                await queue.get(timeout=0.01)  # begins the group and starts the threads
+            await asyncio.sleep(0.5)
             before = time.process_time()
-            try:
+            with contextlib.suppress(weclaw.Empty):
                 await queue.get(timeout=seconds)
-            except weclaw.Empty:
-                pass
             return time.process_time() - before
 
     if kind == "asyncio":
         told.send(asyncio.run(wait()))
         return
     with weclaw.Queue(path) as queue:
+        with contextlib.suppress(weclaw.Empty):
+            queue.get(timeout=0.01)
         time.sleep(0.5)
         before = time.process_time()
-        try:
+        with contextlib.suppress(weclaw.Empty):
             queue.get(timeout=seconds)
-        except weclaw.Empty:
-            pass
         told.send(time.process_time() - before)
 
 

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _putting, _settling
 from ._delivery import Encoded, Lease, Taken
+from ._durability import poll_of
 from ._engine import Engine
 from ._io_calls import (
     PENDING,
@@ -68,7 +69,7 @@ MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
 # How often it is looked for what nobody tells: a death has to be noticed within half a second.
-_TICK_S: Final = 0.35
+_TICK_S: Final = 0.4
 _LOOK_FOR_ROOM_S: Final = 0.5  # room also comes of itself, when a message runs out
 _SMALL_POOL: Final = 8
 
@@ -115,6 +116,7 @@ class Io:
         self._late: list[tuple[float, int, Call]] = []
         self._count = 0
         self._next_tick_s = 0.0
+        self._moved = poll_of(engine._watch_fd)
         self._seen_tail = -1  # how far the log was when it was looked for messages
 
     # -- coming in -----------------------------------------------------------------------------
@@ -649,7 +651,7 @@ class Io:
                 self._to_sync.append(SyncCall(None, words[SYNC_HIGH]))
                 self._sync_until = max(self._sync_until, words[SYNC_HIGH])
         try:
-            engine._check_place()
+            engine._check_place_if_moved(self._moved)
         except StoreFailedError:
             self._look_ready = self._look_settled = True
 
