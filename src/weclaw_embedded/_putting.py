@@ -32,6 +32,7 @@ from .errors import Full, LeaseLostError, MessageTooLargeError
 
 MAX_PUT_MANY_BYTES: Final = 1 << 30
 _SKEW_NOTED_US: Final = 1_000_000
+_SOON_US: Final = int(SOON_S * 1e6)
 
 
 class NoRoom(Full):
@@ -79,7 +80,6 @@ def _put(
             fresh, ids = _without_known(session, tid, messages)
             break
     if fresh:
-        _announce(session, tid, fresh)
         if maxsize > 0:
             _check_room(session, address, len(fresh), maxsize, dead)
         first = len(records)
@@ -99,15 +99,6 @@ def _put(
         return made
     rest = iter(made)
     return [known if known is not None else next(rest) for known in ids]
-
-
-def _announce(session: Session, tid: int, messages: Sequence[Encoded]) -> None:
-    """Have as many getters woken as there are messages to get."""
-    session.put_to |= mask_of(tid)
-    session.put_n += len(messages)
-    for _, terms in messages:
-        if 0 < terms.delay_us < SOON_S * 1e6:
-            session.put_n = EVERYBODY  # so that they know when it is due
 
 
 def _without_known(
@@ -137,7 +128,11 @@ def _skew_us(session: Session) -> int:
 
 
 def _put_records(session: Session, tid: int, messages: Sequence[Encoded]) -> list[_records.Record]:
-    """The records of messages. Of the same terms all but the body is the same."""
+    """The records of messages; has as many getters woken. Of the same terms all but the body is
+    the same.
+    """
+    session.put_to |= mask_of(tid)
+    session.put_n += len(messages)
     skew_us = _skew_us(session)
     records: list[_records.Record] = []
     before: Terms | None = None
@@ -145,6 +140,8 @@ def _put_records(session: Session, tid: int, messages: Sequence[Encoded]) -> lis
     for body, terms in messages:
         if terms is not before:
             before = terms
+            if 0 < terms.delay_us < _SOON_US:
+                session.put_n = EVERYBODY  # so that they know when it is due
             plain = terms.plain and not skew_us
             meta = b"" if plain else _pack_meta(terms, session.now_us, skew_us)
             start = _records.pack_put(terms.priority, terms.codec, tid, meta, b"")[:-1]
@@ -309,7 +306,6 @@ def _transact(
             places.append(len(records))
         records += _put_records(session, tid, [message])
         fresh.setdefault(address.topic, []).append(address)
-        _announce(session, tid, (message,))
     for topic, addresses in fresh.items():
         if maxsizes.get(topic, 0) > 0:
             _check_room(session, addresses[0], len(addresses), maxsizes[topic], dead)

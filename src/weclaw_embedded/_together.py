@@ -12,6 +12,7 @@ signals interrupt anywhere, neither leads nor follows.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from . import _files
 from ._opening import WRITE
 from ._session import Job, Session
-from ._shared import SharedPage
+from ._shared import REPLICATION, SharedPage
 from .errors import DiskFullError
 from .wal import TAIL
 
@@ -32,6 +33,17 @@ Pokes = list[tuple[bytes, Sequence[int]]]
 
 # Operations of other threads that one runs with his own.
 _MOST_JOBS: Final = 64
+
+
+_main_thread = threading.main_thread().ident
+
+
+def _after_fork_in_child() -> None:
+    global _main_thread
+    _main_thread = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _wake(jobs: list[Job] | None) -> None:
@@ -65,7 +77,8 @@ class Together:
         self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
     ) -> T:
         """`execute`, for what many threads do at once: run and synced with what they want."""
-        if threading.get_ident() == threading.main_thread().ident:
+        # Nobody waits here for another's replica: each call has its own time for that.
+        if self.page.words[REPLICATION] or threading.get_ident() == _main_thread:
             return cast(T, self.execute(operation, *args))
         job = None
         with self._lead_lock:
