@@ -47,6 +47,7 @@ class Session:
     woken: Sequence[int] = ()  # slots of those of them who may now
     settled = 0  # topics whose putters, joiners and result waiters may
     must_sync = False
+    ended: Sequence[Any] = ()  # leases that what was appended ends
     imagined = False  # what is done to the index is dropped; see `imagine`
     _tx: Tx | None = None
     _applied = 0
@@ -178,23 +179,34 @@ class Session:
                 raise engine.fail(f"writing failed: {error}") from error
             if self.put_to:
                 self.woken = self.page.note_puts(self.put_to, self.put_n)
-        if self.imagined:
-            self.forget_imagined()
         is_indexed = True
-        tx = self._tx
-        if tx is None:
-            if self._appended:
-                engine.remember_written(before, self.now_us, self._appended)
-        else:
-            if self._applied < len(self._appended):
-                self._apply(tx)
-            is_indexed = self._keep(tx)
-            # Not before: when Ctrl-C comes here, `abort` is to end it.
-            self._tx = None
+        try:
+            if self.imagined:
+                self.forget_imagined()
+            tx = self._tx
+            if tx is None:
+                if self._appended:
+                    engine.remember_written(before, self.now_us, self._appended)
+            else:
+                if self._applied < len(self._appended):
+                    self._apply(tx)
+                is_indexed = self._keep(tx)
+        except IndexFullError as error:
+            # What was written is written, and must not be tried again as if it were not.
+            logger.debug("index not written, the log is ahead of it: %s", error)
+            is_indexed = False
+        # Not before: when Ctrl-C comes here, `abort` is to end it.
+        self._tx = None
         if is_indexed:
             # Not before the index has what it was told: it must never be behind the log's head.
             for step in self.after_write:
                 step()
+
+    def keep_held(self) -> None:
+        """There was no room for what ended leases: they are held as before."""
+        for lease in self.ended:
+            lease.over = False
+            self.engine.hold(lease)
 
     def abort(self) -> None:
         self.log.discard()

@@ -65,3 +65,46 @@ def test_closing_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
             while True:
                 q.get(block=False).release()
         q.close()
+
+
+def test_a_settling_that_found_no_room_at_first_is_done_with_the_room_that_was_made(
+    tmp_path, monkeypatch
+):
+    """A write that fails for want of space is tried again with the lease it had."""
+    from weclaw_embedded import _files
+
+    real = _files.write_at
+    full = []
+
+    def write_at(fd, buffers, offset):
+        if full:
+            raise weclaw.DiskFullError(full.pop())
+        return real(fd, buffers, offset)
+
+    with weclaw.Queue(tmp_path / "q.wq", segment_bytes=65536, retention=0) as q:
+        for body in ("ack", "nack", "fail", "tx"):
+            q.put_many([body * 1000 for _ in range(30)])
+        first = q.get_many(60)
+        for msg in first[:-4]:
+            msg.ack()
+        acked, nacked, failed, moved = first[-4:]
+        monkeypatch.setattr(_files, "write_at", write_at)
+        monkeypatch.setattr(type(q._engine), "make_room", lambda engine: True)
+        full.append("no room")
+        acked.ack(result=1)
+        full.append("no room")
+        nacked.nack(backoff=60)
+        full.append("no room")
+        failed.fail()
+        full.append("no room")
+        with q.transaction() as tx:
+            tx.ack(moved)
+            tx.put("next")
+        assert not full
+        assert [q.status(msg.id) for msg in (acked, nacked, failed, moved)] == [
+            "done",
+            "delayed",
+            "dead",
+            "done",
+        ]
+        assert q.stats()[:4] == (61, 1, 0, 1)
