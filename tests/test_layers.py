@@ -77,7 +77,6 @@ DOORS = {
     "_index": {
         "os.open": "a descriptor of LMDB's own file, to keep room behind its last page",
         "os.close": "the same",
-        "os.posix_fallocate": "the same",
     },
     "_shared": {
         "os.open": "the page is made where it is, so that a full disk can be opened",

@@ -81,7 +81,17 @@ from .errors import (
     ReplicaUnavailableError,
     StoreFailedError,
 )
-from .wal import COMMIT, HEAD, LAST, SPARES, TAIL, WRITING, Log
+from .wal import (
+    COMMIT,
+    HEAD,
+    HEADER_HEALED,
+    LAST,
+    RESERVE,
+    SPARES,
+    TAIL,
+    WRITING,
+    Log,
+)
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -92,11 +102,24 @@ logger = logging.getLogger("weclaw_embedded")
 DEATH_CHECK_S: Final = 0.4
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
+# How often, while a segment is filled, it is seen to that a full disk could be worked off.
+_RESERVE_LOOKS: Final = 16
 # How often, in the last segment there is room for, it is tried to free another.
 _SPARE_TRIES: Final = 32
 # How long a replica that could not be asked to heal something is left alone.
 HEAL_PAUSE_S: Final = 30.0
 _LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
+
+
+def _keep_reserve(session: Session) -> None:
+    from ._reclaim import keep_reserve
+
+    keep_reserve(session)
+
+
+def _prepare_spare(session: Session) -> None:
+    _keep_reserve(session)
+    session.log.prepare_spare()
 
 
 @functools.cache
@@ -122,6 +145,9 @@ class Engine(Folding, Together, Durability, FileOptions):
         self.slot = opened.slot
         self.token = opened.token
         self.recovery = opened.recovery
+        # What was damaged and could be made good. (Not slot headers: power may fail between two.)
+        healed = [] if opened.recovery is None else opened.recovery.healed
+        self.healed = [found for found in healed if found[1] == HEADER_HEALED]
         self.shift = self.page.shift
         self.handles = 0
         self.forked = False
@@ -163,6 +189,8 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._room_lock = threading.Lock()
         self._room_maker = 0  # the thread that has it
         self._spare_tried = -(1 << 62)
+        self._reserve_seen = self.page.words[TAIL]
+        self._reserve_step = self.log.segment_bytes // _RESERVE_LOOKS
         # What groups in the way of reclaim had done, and when that last changed (queue time).
         self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
         self.known_options: dict[str, Any] = {}
@@ -195,6 +223,8 @@ class Engine(Folding, Together, Durability, FileOptions):
             self._report(self.recovery)
         if opened.rebuild:
             self.execute(lambda session: session.tx)
+        if not self.page.words[REPLICATION] & (IS_COPY | IS_FENCED):
+            self._look_after_reserve()
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -255,6 +285,28 @@ class Engine(Folding, Together, Durability, FileOptions):
         # Not in the turns that make room: that would wait for itself.
         if not self.page.words[SPARES] and self._room_maker != threading.get_ident():
             self._keep_spare()
+        if self.index.is_short:
+            self._feed_index()
+        tail = self.page.words[TAIL]
+        if not 0 <= tail - self._reserve_seen < self._reserve_step:
+            self._reserve_seen = tail
+            self._look_after_reserve()
+
+    def _look_after_reserve(self) -> None:
+        from ._reclaim import is_short
+
+        words = self.page.words
+        if words[RESERVE] or is_short(self.log):
+            with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+                self.turn(_keep_reserve)
+
+    def _feed_index(self) -> None:
+        """Give the index space that the log has kept back: the reserve is for both."""
+        # A failure is in the shared page by now; a full disk leaves it as it is.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            self.index.is_short = False
+            if self.turn(lambda session: session.log.release()):
+                self.index.look_for_room()
 
     def _keep_spare(self) -> None:
         """Have a spare slot again; where there is no room for one, free what is settled while there
@@ -267,10 +319,10 @@ class Engine(Folding, Together, Durability, FileOptions):
         # A failure is in the shared page by now; without room it is tried again further on.
         with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
             try:
-                self.turn(lambda session: session.log.prepare_spare())
+                self.turn(_prepare_spare)
             except DiskFullError:
                 if self.make_room():
-                    self.turn(lambda session: session.log.prepare_spare())
+                    self.turn(_prepare_spare)
 
     def make_room(self) -> bool:
         """Free settled segments that only retention holds. False when nothing is free by now."""
@@ -574,8 +626,11 @@ class Engine(Folding, Together, Durability, FileOptions):
         return tail
 
     def verify(self, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
-        """Check all that is kept, and name what was set aside before; in order, each once."""
-        found = dict(self.execute(lambda session: session.tx.damage()))
+        """Check all that is kept, and name what was set aside before, or was found damaged and made
+        good when the file was opened; in order, each once.
+        """
+        found = dict(self.healed)
+        found.update(self.execute(lambda session: session.tx.damage()))
         found.update(self.log.verify(seen))
         return sorted(found.items())
 

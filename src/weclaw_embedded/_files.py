@@ -28,6 +28,7 @@ import functools
 import logging
 import os
 import re
+import resource
 import secrets
 import stat
 import struct
@@ -41,6 +42,7 @@ from .errors import DiskFullError
 __all__ = [
     "FULL",
     "Bytes",
+    "allocate",
     "allocated",
     "close",
     "create_whole",
@@ -59,6 +61,7 @@ __all__ = [
     "read_all",
     "read_at",
     "replace",
+    "room_bytes",
     "size",
     "sync_all",
     "sync_data",
@@ -261,6 +264,37 @@ def zero_fill(fd: int, offset: int, n: int) -> None:
         raise
 
 
+def allocate(fd: int, offset: int, n: int) -> None:
+    """Take the space of a range from the file system without writing it; it reads as it did, as
+    zeros past the end.  Where there is no such call what lies past the end is filled with zeros.
+
+    Raises DiskFullError; a file that was to grow has its old size then.
+    """
+    before = os.fstat(fd).st_size
+    try:
+        os.posix_fallocate(fd, offset, n)
+    except AttributeError:  # macOS
+        if offset + n > before:
+            zero_fill(fd, max(offset, before), offset + n - max(offset, before))
+    except OSError as error:
+        if offset + n > before:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, before)
+        _fail(error, "taking space", fd)
+
+
+def room_bytes(fd: int) -> int:
+    """How many bytes the file may still grow by: what its file system has free for us, and what
+    the limit on the size of files leaves.
+    """
+    found = os.fstatvfs(fd)
+    room = found.f_bavail * found.f_frsize
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY:
+        room = min(room, max(0, limit - os.fstat(fd).st_size))
+    return room
+
+
 def punch(fd: int, offset: int, n: int) -> bool:
     """Give the space of a range back to the file system; it reads as zeros afterwards.
 
@@ -381,6 +415,9 @@ def create_whole(
     try:
         fd = os.open(temporary, flags, mode)
     except OSError as error:
+        if error.errno not in FULL:
+            # Of the file that was wanted, not of a name that nobody knows.
+            raise OSError(error.errno, error.strerror, path) from error
         _fail(error, "creating a file", -1)
     try:
         os.fchmod(fd, mode)

@@ -61,6 +61,7 @@ class Folding:
     page: SharedPage
     log: Log
     index: Index
+    healed: list[tuple[int, str]]
     # What this process wrote last, from one offset to another, and is not in the index yet.
     _written: list[tuple[int, int, Record]]
     _written_from: int
@@ -181,6 +182,8 @@ class Folding:
                 self.index.write()
 
     def _report(self, recovery: Recovery) -> None:
+        for _, reason in self.healed:
+            logger.warning("%s: %s; nothing is lost", self.path, reason)
         if recovery.torn_bytes:
             logger.warning(
                 "%s: the log ended in the middle of a frame; %d bytes after offset %d were cut, "

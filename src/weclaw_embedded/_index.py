@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import lmdb
 
+from . import _files
 from ._index_ask import Ask
 from ._index_many import Frame, Many
 from ._index_rows import GroupState, Location, Pick, Row, TopicState
@@ -108,6 +109,7 @@ class Index:
         self._map_bytes = env.info()["map_size"]
         self._page_bytes = env.stat()["psize"]
         self._begun = 0
+        self.is_short = False  # it wanted space that the disk does not have
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, create: bool, mode: int = 0o600) -> Index:
@@ -154,6 +156,8 @@ class Index:
             self._make_room(grow=tx._map_full)
             tx._map_full = False
         self._begun += 1
+        if tx._disk_full:
+            self.is_short, tx._disk_full = True, False
         try:
             txn = self._env.begin(write=True)
         except lmdb.MapResizedError:  # another process let the map grow
@@ -178,9 +182,17 @@ class Index:
             self._map_bytes *= 2
             self._env.set_mapsize(self._map_bytes)
         # Even a delete needs pages.  Without room the reserve is what is left of it.
-        with contextlib.suppress(OSError, AttributeError):  # macOS has no posix_fallocate
-            if os.fstat(self._reserve_fd).st_size < used + RESERVE_BYTES // 2:
-                os.posix_fallocate(self._reserve_fd, used, RESERVE_BYTES)
+        for n in (RESERVE_BYTES, RESERVE_BYTES // 4):
+            try:
+                if os.fstat(self._reserve_fd).st_size < used + RESERVE_BYTES // 2:
+                    _files.allocate(self._reserve_fd, used, n)
+                return
+            except DiskFullError:
+                self.is_short = True
+
+    def look_for_room(self) -> None:
+        """There is space now: have it before the next transaction."""
+        self._begun = 0
 
     def sync(self) -> None:
         """Have all of it on stable storage when this returns."""
@@ -214,14 +226,7 @@ def _allocate_lock_file(path: Path) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, LOCK_BYTES)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DiskFullError(
-                f"there is no room for {path} ({error.strerror}); nothing was lost; make room and "
-                "open it again"
-            ) from error
-        raise
+        _files.allocate(fd, 0, LOCK_BYTES)
     finally:
         os.close(fd)
 

@@ -112,8 +112,10 @@ class Ask(Change):
         queued = sum(topic.tails) - sum(group.cursor) - group.skipped
         return queued + group.n_back + group.n_suspect
 
-    def live_bytes(self) -> int:
-        """Estimate the bytes of messages that some group has not finished with."""
+    def live_bytes(self, extra: int = 0) -> int:
+        """Estimate the bytes of messages that some group has not finished with, each taking `extra`
+        more than what was put.
+        """
         total = 0
         for topic in self.topics():
             if not topic.puts:
@@ -127,7 +129,7 @@ class Ask(Change):
                 + group.n_dead
                 for group in groups
             )
-            total += live * (topic.put_bytes // topic.puts)
+            total += live * (topic.put_bytes // topic.puts + extra)
         return total
 
     def move_due(self, group: GroupState, now_us: int) -> int:

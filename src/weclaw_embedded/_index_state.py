@@ -70,6 +70,7 @@ class State:
         self._meta: dict[str, object] | None = None
         self._touched = False
         self._map_full = False
+        self._disk_full = False
         self._known_sequence = -1
         self._known_shape = -1
         self._sequence = 0
@@ -99,6 +100,8 @@ class State:
         self.abort()
         if isinstance(error, lmdb.MapFullError):
             self._map_full = True  # the next transaction begins with a larger one
+        else:
+            self._disk_full = True  # or may be: LMDB says "input/output error" of it
         return IndexFullError(
             f"the index could not be written ({error}), most likely for want of space; the log has "
             "all that was confirmed, and the index follows when there is room"

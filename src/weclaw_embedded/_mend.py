@@ -21,6 +21,7 @@ from ._format import (
     ENVELOPE_BYTES,
     HEAD_RECORD_AT,
     HEADER_BYTES,
+    HEADER_COPY_BYTES,
     PART,
     PART_BYTES,
     SLOT_BYTES,
@@ -130,6 +131,7 @@ def repair(engine: Engine, seen: Seen | None = None) -> list[tuple[int, str]]:
 
     is_healed |= engine.execute(mend)
     engine.sync_file()
+    engine.healed = []
     left = dict(engine.log.verify())
 
     def forget(session: Session) -> None:
@@ -267,8 +269,12 @@ def _blank(log: Log, start: int, end: int) -> None:
 
 
 def _write_headers(log: Log) -> None:
-    """Write both copies of the file's header and of each slot's again, from the good one."""
-    log.write_header()
+    """Write damaged copies of the file's header, and both of each slot's, from the good one."""
+    packed = pack_header(log.header)
+    for at in (0, HEADER_BYTES // 2):
+        # Not the good one: the sync comes later, without the lock, and power may fail before it.
+        if _files.read_at(log.fd, HEADER_COPY_BYTES, at) != packed[at : at + HEADER_COPY_BYTES]:
+            _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
     for segment in log.segments():
         slot = log.slot_of(segment)
         header = log.read_slot(slot)

@@ -23,6 +23,7 @@ import os
 import random
 import secrets
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +42,13 @@ from ._shared import (
     SYNC_HIGH,
     SharedPage,
 )
-from .errors import DiskFullError, LockedError, StorageError, StoreFailedError
+from .errors import (
+    DiskFullError,
+    LockedError,
+    NotAQueueError,
+    StorageError,
+    StoreFailedError,
+)
 from .wal import COMMIT, LAST_FRAME, TAIL, Log, Recovery
 
 # Bytes past the largest offset of the log, so that no lock ever covers data.
@@ -98,6 +105,7 @@ def open_shared(
 
     Blocks while another process recovers the file. Raises what contract 2 and 9 name.
     """
+    check_path(path)
     refuse_network(path)
     give_up_s = time.monotonic() + _PATIENCE_S
     while True:
@@ -137,6 +145,39 @@ def typed_errors(path: str) -> Iterator[None]:
         raise
 
 
+def check_path(path: str) -> None:
+    """Refuse what can be no queue, before anything is made or waits for it."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        parent = os.path.dirname(path) or "."
+        if not os.path.isdir(parent):
+            raise StorageError(
+                f"the folder {parent} does not exist, so there can be no queue {path}; nothing was "
+                "made; make the folder first, or check the path"
+            ) from None
+    except NotADirectoryError:
+        raise StorageError(
+            f"a part of {path} is a file, not a folder; nothing was made; check the path"
+        ) from None
+    else:
+        if not stat.S_ISREG(mode):
+            raise NotAQueueError(
+                f"{path} is {_kind(mode)}, and a queue is a file; it wasn't touched; check the path"
+            )
+
+
+def _kind(mode: int) -> str:
+    for check, name in (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if check(mode):
+            return name
+    return "a device"
+
+
 def refuse_network(path: str) -> None:
     if _files.is_network_file_system(os.path.dirname(path) or "."):
         raise StorageError(
@@ -149,7 +190,7 @@ def is_new(path: str) -> bool:
     """True for a missing or an empty file."""
     try:
         return os.stat(path).st_size == 0
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return True
 
 

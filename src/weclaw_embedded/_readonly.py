@@ -23,7 +23,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from . import _clock, _files
 from ._engine import Engine
 from ._index import Index, Tx
-from ._opening import IN_USE, OWNER, PAGE_NAME, attach_page, read_header, scratch_of
+from ._opening import OWNER, PAGE_NAME, attach_page, check_path, is_new, read_header, scratch_of
 from ._options import StoreOptions
 from ._session import Record, Session
 from ._shared import DEAD_SEQ, SHIFT
@@ -96,8 +96,8 @@ class ReadonlyEngine(Engine):
         self.fd = _files.open_ro(path)
         try:
             self.header = read_header(self.fd, path)
-            # So that nobody takes us for absent who wants the file for himself.
-            _files.try_lock(self.fd, IN_USE, False)
+            # No lock: one that only looks must not keep the first who writes after a reboot from
+            # having the file for himself.
             self._looked = _Page()
             self.page = self._looked  # type: ignore[assignment]  # the part of it that looking needs
             self.log = Log(self.fd, self.header, self._looked, readonly=True)
@@ -108,6 +108,7 @@ class ReadonlyEngine(Engine):
         self.index = Index.open(self._own, create=True)
         self.timer = self.renewals = Timer("weclaw-timer")
         self.held = {}
+        self.healed = []
         self.suspects = {}
         self._written = []
         self._written_from = self._written_to = -1
@@ -231,4 +232,10 @@ def open_readonly(path: str) -> ReadonlyEngine:
     real = os.path.realpath(path)
     if not os.path.exists(real):
         raise StorageError(f"{path} does not exist; nothing was made, because of readonly=True")
+    check_path(real)
+    if is_new(real):
+        raise StorageError(
+            f"{path} is empty: a queue is still to be made of it, and readonly=True makes nothing; "
+            "it was not touched; open it without readonly, or when there is something to look at"
+        )
     return ReadonlyEngine(real)

@@ -18,16 +18,17 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
-from . import _records
-from ._delivery import place
+from . import _files, _records
+from ._delivery import place, waiting_in
 from ._engine import UPKEEP_S, Engine
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
 from ._session import Session
-from .errors import CorruptError
-from .wal import HEAD, LAST
+from .errors import CorruptError, DiskFullError
+from .wal import HEAD, LAST, RESERVE, RESERVE_EACH, TAIL, Log
 
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
@@ -35,10 +36,17 @@ _STEPS: Final = 8
 _ROUNDS: Final = 4
 # What a delivery and its ack take in the log, about.
 _SETTLING_BYTES: Final = 160
+# What is held for a message that waits, so that its delivery and whatever ends it have room in the
+# log and in the index: 130 + 40 bytes for an ack with a small result, 220 + 230 for a dead letter
+# with a reason of 30 characters.
+_RESERVED_BYTES: Final = 512
+# A file system is short that has less than this beside what would have to be held.
+_SHORT_BYTES: Final = 256 << 20
 # A group that has taken nothing for so long is not about to take the oldest.
 _STALLED_S: Final = 5.0
 _FEW_GROUPS: Final = 100
-_CARRY_EXTRA_BYTES: Final = 200  # what a CARRY says besides the message
+# What a CARRY says besides the message, and what is around it.
+_CARRIED_BYTES: Final = 200 + ENVELOPE_BYTES + PART_BYTES
 
 
 def step(session: Session, force: bool) -> float | None:
@@ -64,8 +72,11 @@ def step(session: Session, force: bool) -> float | None:
     live = tx.live_in(start, (segment + 1) << log.bits)
     if live and tx.has_ready(start, (segment + 1) << log.bits):
         # What will be taken soon is not worth carrying; what nobody takes is.
-        if force:
-            if log.room >= len(live) * _SETTLING_BYTES:
+        if words[RESERVE] and _pays(session, tx):
+            pass  # most of what is kept says what is over by now
+        elif force:
+            few = len(live) * (_average(tx) + _CARRIED_BYTES) < log.segment_bytes // 4
+            if not few and (log.holding() > 1 or log.room >= len(live) * _SETTLING_BYTES):
                 return None  # there is room to work it off where it is
         elif (wait_s := _getting_on_s(session, tx, (segment + 1) << log.bits)) > 0.0:
             return wait_s
@@ -83,6 +94,29 @@ def step(session: Session, force: bool) -> float | None:
     session.after_write.append(lambda: log.free(segment))
     tx.drop_below((segment + 1) << log.bits)
     return 0.0
+
+
+def _pays(session: Session, tx: Tx) -> bool:
+    """On a disk that is short: whether carrying all that lives frees much, and fits meanwhile."""
+    log = session.log
+    kept_bytes = log.pending_tail - log.head_offset
+    plain_bytes = tx.live_bytes(ENVELOPE_BYTES + PART_BYTES)
+    carried_bytes = tx.live_bytes(_CARRIED_BYTES)
+    return (
+        carried_bytes + 2 * log.segment_bytes < kept_bytes * 2 // 3
+        and carried_bytes - plain_bytes < _room_bytes(log)
+    )
+
+
+def _room_bytes(log: Log) -> int:
+    """Bytes the log can take where it is, with one free slot left."""
+    return log.room + max(0, log.holding() - 1) * log.segment_bytes
+
+
+def _average(tx: Tx) -> int:
+    """Bytes of a message, about."""
+    topics = tx.topics()
+    return sum(topic.put_bytes for topic in topics) // max(1, sum(topic.puts for topic in topics))
 
 
 def _retained_s(session: Session, segment: int, end: int) -> float | None:
@@ -135,13 +169,16 @@ def _carries(
             continue  # nothing to carry; it is reported where it is read
         put = bytes(record)
         puts.append((offset, put, time_us))
-        n_bytes += len(put) + ENVELOPE_BYTES + PART_BYTES + _CARRY_EXTRA_BYTES
+        n_bytes += len(put) + _CARRIED_BYTES
     kept = log.pending_tail - log.head_offset
     # What is carried stands close together then, so that it is not carried again and again.
-    few = n_bytes <= log.segment_bytes * 7 // 8 and len(live) <= _MAX_CARRIED
-    if force and n_bytes > log.room:
+    # Where the disk is short the space to carry them is what others were promised.
+    most = log.segment_bytes // 2 if log.state.words[RESERVE] else log.segment_bytes * 7 // 8
+    few = n_bytes <= most and len(live) <= _MAX_CARRIED
+    if force and n_bytes > _room_bytes(log):
         return None
-    if not few and not tx.live_bytes() + 2 * log.segment_bytes < kept // 2:
+    many = tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2
+    if not few and many and not (log.state.words[RESERVE] and _pays(session, tx)):
         return None
     return [
         _records.pack_carry(
@@ -178,21 +215,76 @@ def maintain(engine: Engine, *, busy: bool = False) -> float | None:
 
 def _trim(session: Session, keep: int) -> bool:
     """Give back what `keep` free slots leave over; whether some of it waits for a sync."""
-    session.log.trim(keep)
-    return session.log.waiting()
+    log = session.log
+    keep_reserve(session)
+    log.trim(max(keep, log.reserve()))
+    log.count_spares()
+    return log.waiting()
+
+
+def keep_reserve(session: Session) -> None:
+    """Where the disk gets short, hold what the messages that wait may need to be settled, and say
+    so: puts are refused before they take of it.
+
+    Not before: a reserve of a third of the file would be taken from a disk that has plenty.
+    """
+    log = session.log
+    words = log.state.words
+    need = each = 0
+    if words[RESERVE] or is_short(log):
+        need, each = _reserved_bytes(session)
+        held_bytes = log.holding() * log.segment_bytes
+        if _files.room_bytes(log.fd) + held_bytes > _SHORT_BYTES + need:
+            need = each = 0
+    words[RESERVE], words[RESERVE_EACH] = need, each
+    if need:
+        # What is lacking now may be there later; until then nothing is put.
+        with contextlib.suppress(DiskFullError):
+            log.hold(log.reserve())
+    log.count_spares()
+
+
+def is_short(log: Log) -> bool:
+    """Whether the disk may have too little room left; quick, and rather once too often."""
+    words = log.state.words
+    kept_bytes: int = words[TAIL] - (words[HEAD] << log.bits)
+    return _files.room_bytes(log.fd) < _SHORT_BYTES + 8 * kept_bytes
+
+
+def _reserved_bytes(session: Session) -> tuple[int, int]:
+    """(bytes that what waits may need to be settled, bytes for each message that is put)."""
+    tx = session.tx
+    waiting = 0
+    most_groups = 1
+    for topic in tx.topics():
+        groups = tx.groups(topic.tid) or [tx.template(topic.tid)]
+        most_groups = max(most_groups, len(groups))
+        waiting += sum(waiting_in(tx, group) + group.n_leased for group in groups)
+    need = waiting * _RESERVED_BYTES
+    limit = session.option("max_bytes")
+    if limit is not None:
+        need = min(need, max(0, limit - session.log.bytes_used()))
+    return max(1, need), most_groups * _RESERVED_BYTES
 
 
 def make_room(engine: Engine) -> bool:
     """Free settled segments that only retention holds, for a put that found no room. False when
     there was none to free.
     """
+    # What was freed before, and only waits for a sync, comes first: carrying needs a slot, too.
+    if engine.turn(lambda session: session.log.waiting()):
+        _make_reusable(engine)
     freed = 0
-    while freed < _STEPS and engine.turn(step, True) == 0.0:
-        freed += 1
-    if not freed and engine.turn(_leave_tail):
-        freed += engine.turn(step, True) == 0.0
-    _make_reusable(engine)
-    # What was freed before, and only waited for a sync, may be used now, too.
+    # Where even that has no room, what was freed until then has to do.
+    with contextlib.suppress(DiskFullError):
+        while freed < _STEPS and engine.turn(step, True) == 0.0:
+            freed += 1
+        if not freed and engine.turn(_leave_tail):
+            freed += engine.turn(step, True) == 0.0
+    if engine.turn(lambda session: session.log.waiting()):
+        _make_reusable(engine)
+    else:
+        engine.turn(keep_reserve)
     return freed > 0 or engine.log.free_bytes() > 0
 
 
@@ -231,4 +323,5 @@ def _make_reusable(engine: Engine) -> None:
 def _settled(session: Session, announced: int) -> bool:
     """The last step; whether slots still wait."""
     session.log.settled(announced)
+    keep_reserve(session)
     return session.log.waiting()

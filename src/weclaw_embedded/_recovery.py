@@ -47,6 +47,7 @@ from ._segments import (
     FREE,
     HEAD,
     LAST,
+    PUNCHED,
     SAFE,
     SLOTS,
     TAIL,
@@ -56,8 +57,19 @@ from ._segments import (
 )
 from .errors import CorruptError, DiskFullError, WeclawError
 
-__all__ = ["Recovery", "find_segments", "heal", "look_at_copy", "recover", "recover_copy", "verify"]
+__all__ = [
+    "HEADER_HEALED",
+    "Recovery",
+    "find_segments",
+    "heal",
+    "look_at_copy",
+    "recover",
+    "recover_copy",
+    "verify",
+]
 
+
+HEADER_HEALED = "a copy of the header block was damaged; it was written anew from the other"
 _PIECE = 1 << 20
 _WALK_TAIL_SEGMENT = 4 << 20  # segments up to this size are walked whole to find the tail
 
@@ -174,7 +186,7 @@ def _restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
     for at in (0, HEADER_BYTES // 2):
         if block[at : at + HEADER_COPY_BYTES] != packed[at : at + HEADER_COPY_BYTES]:
             _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
-            healed.append((0, "a copy of the header block was damaged"))
+            healed.append((0, HEADER_HEALED))
     # The last one always: whoever began it may have been killed between its two headers.
     for segment in log.segments() if slots else log.segments()[-1:]:
         position = log.slot_position(log.slot_of(segment))
@@ -197,7 +209,10 @@ def _find_spares(log: Segments, needs: int) -> None:
         if not entry & FREE or entry & ZEROED:
             continue
         position = log.slot_position(slot)
-        if n_zeroed < 2 and not _files.has_hole(log.fd, position, log.segment_bytes):
+        if _files.has_hole(log.fd, position, log.segment_bytes):
+            log.state.slots[slot] = FREE | SAFE | PUNCHED | needs  # it may have no space
+            continue
+        if n_zeroed < 2:
             data = _files.read_at(log.fd, log.segment_bytes, position)
             if not data.strip(b"\0"):
                 log.state.slots[slot] = FREE | SAFE | ZEROED

@@ -45,6 +45,8 @@ __all__ = [
     "HEAD",
     "LAST",
     "LAST_FRAME",
+    "RESERVE",
+    "RESERVE_EACH",
     "SLOTS",
     "SPARES",
     "TAIL",
@@ -56,9 +58,13 @@ __all__ = [
 ]
 
 # Words of a LogState.  WRITING: 1 while frames are being written, 2 when they have to be undone.
-# SPARES: free slots that are zeroed, which is what a full disk is worked off with.
-# ANNOUNCED: the HEAD that the file itself records.  LAST_FRAME: where the last frame begins.
+# SPARES: free slots that are zeroed, which is what a full disk is worked off with; 0 also while
+# there is a RESERVE, so that each put looks.  ANNOUNCED: the HEAD that the file itself records.
+# LAST_FRAME: where the last frame begins.  RESERVE: bytes of free slots that must be left for
+# work to be finished with, 0 while the disk has room enough; RESERVE_EACH: how many more with each
+# record that is put.
 TAIL, COMMIT, HEAD, LAST, WRITING, SLOTS, CHECKPOINT, SPARES, ANNOUNCED, LAST_FRAME = range(10)
+RESERVE, RESERVE_EACH = 10, 11
 WORDS = 16  # what a LogState must have room for; the others are kept for later
 
 # An entry of the slot table: segment number + 1 of a slot in use; else free.
@@ -229,7 +235,7 @@ class Segments:
     # Free slots --------------------------------------------------------------------------
 
     def take_slot(self, *, spare: bool) -> int:
-        """Take a zeroed slot for a new segment, leaving a zeroed one behind unless `spare`.
+        """Take a zeroed slot for a new segment, leaving the reserve behind unless `spare`.
 
         It is in `taken` from then on, until it is in the table.  Raises DiskFullError.
         """
@@ -238,18 +244,67 @@ class Segments:
             # The last one is what a full disk is worked off with.
             self.make_zeroed()
             zeroed = self._zeroed()
+        if not spare:
+            self.hold(1 + self.reserve())
         self.taken.add(zeroed[0])
         return zeroed[0]
 
-    def prepare_spare(self) -> None:
-        """See to it that there is one zeroed free slot.  Raises DiskFullError."""
-        if not self.count_spares():
+    def prepare_spare(self, n_puts: int = 0) -> None:
+        """See to it that there is one zeroed free slot, and the reserve, also for what is put now.
+
+        Raises DiskFullError.
+        """
+        if not self._zeroed():
             self.make_zeroed()
+        words = self.state.words
+        if words[RESERVE]:
+            wanted = words[RESERVE] + n_puts * words[RESERVE_EACH]
+            self.hold(self._slots_for(wanted))
+            words[RESERVE] = wanted
+        else:
+            self.count_spares()
 
     def count_spares(self) -> int:
-        """Count the zeroed free slots, and note that for all."""
-        n = self.state.words[SPARES] = len(self._zeroed())
+        """Count the zeroed free slots, and note for all what of them is there for any use."""
+        n = len(self._zeroed())
+        self.state.words[SPARES] = 0 if self.state.words[RESERVE] else n
         return n
+
+    def reserve(self) -> int:
+        """How many free slots are to be left for work to be finished with."""
+        return self._slots_for(self.state.words[RESERVE])
+
+    def _slots_for(self, n_bytes: int) -> int:
+        return max(1, -(-n_bytes // (self.segment_bytes - 2 * SLOT_BYTES)))
+
+    def holding(self) -> int:
+        """Count the free slots that have their space."""
+        return sum(1 for _, entry in self._free_slots() if not entry & PUNCHED)
+
+    def hold(self, n: int) -> None:
+        """See to it that `n` free slots have their space, unwritten.  Raises DiskFullError."""
+        lacking = n - self.holding()
+        if lacking <= 0:
+            return
+        state = self.state
+        for slot, entry in self._free_slots():
+            if lacking and entry & PUNCHED and self._is_reusable(entry):
+                _files.allocate(self.fd, self.slot_position(slot), self.segment_bytes)
+                state.slots[slot] = FREE | SAFE
+                lacking -= 1
+        for _ in range(lacking):
+            slot = state.words[SLOTS]
+            _files.allocate(self.fd, self.slot_position(slot), self.segment_bytes)
+            self._add_slot(slot, FREE | SAFE)
+
+    def release(self) -> bool:
+        """Give the space of one free slot back to the file system; False when there is none but
+        the last.
+        """
+        n = sum(
+            1 for _, entry in self._free_slots() if not entry & PUNCHED and self._is_reusable(entry)
+        )
+        return n > 1 and self.trim(n - 1) > 0
 
     def _free_slots(self) -> list[tuple[int, int]]:
         """(slot, entry) of each that is free and not taken: few, however many there are."""
@@ -277,13 +332,16 @@ class Segments:
         self.count_spares()
 
     def _extend(self) -> None:
-        state = self.state
-        slot = state.words[SLOTS]
+        slot = self.state.words[SLOTS]
         _files.zero_fill(self.fd, self.slot_position(slot), self.segment_bytes)
-        state.grow_slots(slot + 1)
-        state.slots[slot] = FREE | ZEROED | SAFE
-        state.words[SLOTS] = slot + 1
+        self._add_slot(slot, FREE | ZEROED | SAFE)
         self.count_spares()
+
+    def _add_slot(self, slot: int, entry: int) -> None:
+        state = self.state
+        state.grow_slots(slot + 1)
+        state.slots[slot] = entry
+        state.words[SLOTS] = slot + 1
 
     def _is_reusable(self, entry: int) -> bool:
         return bool(entry & SAFE and entry & _NEEDS <= self.state.words[COMMIT])

@@ -60,7 +60,7 @@ from ._format import (
     unpack_header,
 )
 from ._reading import Reading
-from ._recovery import Recovery, heal, recover, verify
+from ._recovery import HEADER_HEALED, Recovery, heal, recover, verify
 from ._scan import Frame, OnDamage
 from ._segments import (
     ANNOUNCED,
@@ -69,6 +69,8 @@ from ._segments import (
     HEAD,
     LAST,
     LAST_FRAME,
+    RESERVE,
+    RESERVE_EACH,
     SLOTS,
     SPARES,
     TAIL,
@@ -83,8 +85,11 @@ __all__ = [
     "CHECKPOINT",
     "COMMIT",
     "HEAD",
+    "HEADER_HEALED",
     "LAST",
     "LAST_FRAME",
+    "RESERVE",
+    "RESERVE_EACH",
     "SLOTS",
     "SPARES",
     "TAIL",
@@ -218,7 +223,7 @@ class Log(Reading):
         if words[TAIL] != self._tail:
             self._resume()
         if not (spare or words[SPARES]):
-            self.prepare_spare()
+            self.prepare_spare(len(records))
         offset = self._end
         room = self._limit - offset - 32
         pieces = records[0] if len(records) == 1 and not flags else ()

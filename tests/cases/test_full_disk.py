@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
+from tests.helpers.faults import fill as ballast
 from tests.helpers.faults import small_disk
+from tests.helpers.processes import Child
 
 import weclaw_embedded as weclaw
 
 
+def fill(q: weclaw.Queue, mixed: bool, size: int = 100) -> int:
+    """Put until the disk is full; how many that were."""
+    n = 0
+    with contextlib.suppress(weclaw.DiskFullError):
+        while True:
+            q.put(["x" * size, n], priority=n % 2 * 9 if mixed else 0)
+            n += 1
+    return n
+
+
+@pytest.mark.parametrize("size", [100, 1])
 @pytest.mark.parametrize("retention", [3600, 0])
-@pytest.mark.parametrize(
-    "mixed",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=weclaw.DiskFullError,
-                reason="known limit: taken in another order than put, each segment keeps half of "
-                "its messages for long, and one spare segment is too little to carry them up",
-            ),
-        ),
-    ],
-    ids=["in order", "priorities"],
-)
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "priorities"])
 def test_a_disk_full_of_small_messages_is_worked_off(
-    tmp_path: Path, retention: int, mixed: bool
+    tmp_path: Path, retention: int, mixed: bool, size: int
 ) -> None:
     """Every message that was put is taken and acknowledged, though each costs a record more."""
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         q = weclaw.Queue(disk / "t.wq", segment_bytes=65536, retention=retention, flush="os")
-        n = 0
-        with contextlib.suppress(weclaw.DiskFullError):
-            while True:
-                q.put(["x" * 100, n], priority=n % 2 * 9 if mixed else 0)
-                n += 1
-        assert n > 10_000
+        n = fill(q, mixed, size)
+        assert n > 4_000
         done = 0
         with contextlib.suppress(weclaw.Empty):
             while True:
@@ -50,6 +45,89 @@ def test_a_disk_full_of_small_messages_is_worked_off(
         q.close()
         with weclaw.Queue(disk / "t.wq") as again:
             assert again.get(block=False).body == "there is room again"
+
+
+@pytest.mark.parametrize("ending", ["fail", "nack"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "priorities"])
+def test_everything_on_a_full_disk_may_fail(tmp_path: Path, mixed: bool, ending: str) -> None:
+    """Each message becomes a dead letter with its reason, though nothing is ever acknowledged."""
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        q = weclaw.Queue(
+            disk / "t.wq",
+            segment_bytes=65536,
+            retention=0,
+            flush="os",
+            retry=weclaw.RetryPolicy(max_retries=0),
+        )
+        n = fill(q, mixed)
+        with contextlib.suppress(weclaw.Empty):
+            while True:
+                msg = q.get(block=False)
+                reason = f"ValueError: no such thing {msg[1]}"
+                if ending == "fail":
+                    msg.fail(reason)
+                else:
+                    msg.nack(reason=reason)
+        assert q.qsize() == 0
+        assert len(q.dlq) == n
+        q.close()
+        with weclaw.Queue(disk / "t.wq") as again:
+            letters = list(again.dlq)
+            assert sorted(letter.body[1] for letter in letters) == list(range(n))
+            assert all(x.reason == f"ValueError: no such thing {x.body[1]}" for x in letters)
+
+
+@pytest.mark.parametrize("retention", [3600, 0])
+def test_every_group_works_off_a_full_disk(tmp_path: Path, retention: int) -> None:
+    """What is kept back is for each group that has a message to settle."""
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        store = weclaw.open(disk / "t.wq", segment_bytes=65536, retention=retention, flush="os")
+        groups = [store.queue(group=name) for name in ("a", "b", "c")]
+        for q in groups:
+            with contextlib.suppress(weclaw.Empty):
+                q.get(block=False)
+        n = fill(groups[0], mixed=True)
+        assert n > 1_000
+        for q in groups:
+            seen = set()
+            with contextlib.suppress(weclaw.Empty):
+                while True:
+                    msg = q.get(block=False)
+                    seen.add(msg[1])
+                    msg.ack()
+            assert seen == set(range(n))
+        groups[0].put("there is room again")
+        store.close()
+
+
+def test_what_was_kept_back_is_held_after_a_kill(tmp_path: Path) -> None:
+    """Opened anew on the full disk, the file still has what its messages need to be settled."""
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        with Child(fill_and_report, str(disk / "t.wq")) as child:
+            n = child.hear()
+            child.kill()
+        ballast(disk)
+        q = weclaw.Queue(disk / "t.wq", flush="os")
+        left = n
+        with contextlib.suppress(weclaw.Empty):
+            while True:
+                q.get(block=False).ack(result=left)
+                left -= 1
+        assert left == 0
+        q.put("there is room again")
+        q.close()
+
+
+def fill_and_report(pipe, path):
+    q = weclaw.Queue(path, segment_bytes=65536, flush="os")
+    n = 0
+    try:
+        while True:
+            q.put(["x" * 100, n], priority=n % 2 * 9)
+            n += 1
+    except weclaw.DiskFullError:
+        pipe.send(n)
+    time.sleep(60)
 
 
 def test_closing_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
