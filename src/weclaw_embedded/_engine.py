@@ -252,10 +252,8 @@ class Engine(Folding, Together, Durability, FileOptions):
                 try:
                     result = operation(session, *args)
                     session.finish()
-                except BaseException as error:
+                except BaseException:
                     session.abort()
-                    if isinstance(error, DiskFullError):
-                        session.keep_held()
                     raise
                 tail = self.page.words[TAIL]
                 pokes = self._take_pokes(session)

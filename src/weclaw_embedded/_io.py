@@ -436,10 +436,6 @@ class Io:
 
     def _undone(self, job: Job, error: BaseException | None) -> None:
         """The turn failed: nothing of this job was written."""
-        if isinstance(job.result, Taken):
-            for lease in job.result.leases:
-                lease.over = True
-                self._engine.held.pop((lease.gid, lease.offset), None)
         job.result = None
         job.error = error  # type: ignore[assignment]  # not only Exceptions: all are told
 

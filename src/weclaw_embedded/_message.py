@@ -258,10 +258,6 @@ class Message:
             )
         try:
             return self._execute(engine, operation, lease, *args)
-        except DiskFullError:
-            lease.over = False  # nothing was written: it is still held
-            engine.hold(lease)
-            raise
         except ClosedError:
             if lease.over:
                 raise LeaseLostError(f"message {self.id} was settled already") from None

@@ -47,7 +47,6 @@ class Session:
     woken: Sequence[int] = ()  # slots of those of them who may now
     settled = 0  # topics whose putters, joiners and result waiters may
     must_sync = False
-    ended: Sequence[Any] = ()  # leases that what was appended ends
     imagined = False  # what is done to the index is dropped; see `imagine`
     _tx: Tx | None = None
     _applied = 0
@@ -58,6 +57,9 @@ class Session:
         self.log = engine.log
         self.page = engine.page
         self.now_us = _clock.boottime_us() + engine.shift
+        self._tail: int = self.page.words[TAIL]
+        self.begun: list[Any] = []  # leases this turn begins and ends: only so if it is written
+        self.ended: list[Any] = []
         self.after_write: list[Callable[[], None]] = []
         self._appended: list[tuple[int, Record]] = []
 
@@ -166,7 +168,6 @@ class Session:
     def finish(self) -> None:
         """Write what was appended and keep what the index learned."""
         engine = self.engine
-        before = self.page.words[TAIL]
         if self._appended:
             if self._sync_from:
                 # Before the write, so that no moment exists in which it could be delivered.
@@ -186,7 +187,7 @@ class Session:
             tx = self._tx
             if tx is None:
                 if self._appended:
-                    engine.remember_written(before, self.now_us, self._appended)
+                    engine.remember_written(self._tail, self.now_us, self._appended)
             else:
                 if self._applied < len(self._appended):
                     self._apply(tx)
@@ -202,14 +203,16 @@ class Session:
             for step in self.after_write:
                 step()
 
-    def keep_held(self) -> None:
-        """There was no room for what ended leases: they are held as before."""
-        for lease in self.ended:
-            lease.over = False
-            self.engine.hold(lease)
-
     def abort(self) -> None:
         self.log.discard()
+        words = self.page.words
+        if words[TAIL] == self._tail and not words[WRITING]:
+            for lease in self.begun:
+                lease.over = True
+                self.engine.let_go((lease.gid, lease.offset))
+            for lease in self.ended:
+                lease.over = False
+                self.engine.hold(lease)
         if self._appended and not self.page.words[WRITING]:
             self.page.forget_promises()  # else it is done by whoever heals
         tx, self._tx = self._tx, None

@@ -44,8 +44,8 @@ def hold(session: Session, lease: Lease) -> None:
 
 def let_go(session: Session, lease: Lease) -> None:
     lease.over = True
-    session.ended = [*session.ended, lease] if session.ended else (lease,)
     session.engine.let_go((lease.gid, lease.offset))
+    session.ended.append(lease)
     mask = mask_of(lease.tid)
     session.settled |= mask
     if lease.keyed or lease.crash:

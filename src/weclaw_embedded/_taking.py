@@ -131,6 +131,7 @@ def _lease(
             _records.pack_deliver(tid, gid, engine.token, deadline_ns, items),
         ]
     )
+    session.begun += leases
     for lease in leases:
         engine.hold(lease)
 

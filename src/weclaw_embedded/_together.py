@@ -180,10 +180,8 @@ class Together:
                     if session.replicated:
                         job.session, job.puts = session, session.take_puts()
                 session.finish()
-            except BaseException as error:
+            except BaseException:
                 session.abort()
-                if isinstance(error, DiskFullError):
-                    session.keep_held()
                 raise
             tail = self.page.words[TAIL]
             pokes = self._take_pokes(session)

@@ -15,6 +15,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _files
 
 
 def keep_putting(pipe, path, prefix):
@@ -650,3 +651,35 @@ def test_a_header_that_the_device_cannot_read_is_no_other_file(path, monkeypatch
         with pytest.raises(weclaw.StoreFailedError):
             weclaw.Queue(path)
     assert path.read_bytes() == before
+
+
+def test_a_settling_that_finds_no_room_leaves_the_message_held(path, open_queue, monkeypatch):
+    """A write that the disk has no room for changes nothing: the lease is there, and so is whoever
+    did not get one.
+    """
+    q = open_queue()
+    q.put_many(["a", "b"])
+    msg = q.get()
+    real = _files.write_at
+    full = [True]
+
+    def write_at(fd, buffers, at):
+        if full[0] and fd == q._store._engine.fd:
+            raise weclaw.DiskFullError("no room")
+        return real(fd, buffers, at)
+
+    monkeypatch.setattr(_files, "write_at", write_at)
+    for settle in (msg.ack, msg.nack, msg.fail, msg.release, lambda: transact(q, msg)):
+        with pytest.raises(weclaw.DiskFullError):
+            settle()
+    with pytest.raises(weclaw.DiskFullError):
+        q.get(block=False)
+    assert list(q._store._engine.held.values()) == [msg._lease]
+    full[0] = False
+    msg.ack()
+    assert [m.body for m in q.get_many(5)] == ["b"]
+
+
+def transact(q, msg):
+    with q.transaction() as tx:
+        tx.ack(msg)
