@@ -15,6 +15,8 @@ pytestmark = pytest.mark.crash
 def test_killed_at_random_moments_nothing_promised_is_broken(tmp_path, seed):
     """SIGKILL at random moments, several processes working: every promise of the ledger holds."""
     numbers = rounds.random_round(tmp_path / "round", f"ci {seed}", seconds=1.0)
+    if numbers["events"] <= 20:  # a machine that is busy with other things got nowhere in that time
+        numbers = rounds.random_round(tmp_path / "longer", f"ci {seed}", seconds=10.0)
     assert numbers["events"] > 20
 
 
