@@ -47,6 +47,7 @@ _STALLED_S: Final = 5.0
 _FEW_GROUPS: Final = 100
 # What a CARRY says besides the message, and what is around it.
 _CARRIED_BYTES: Final = 200 + ENVELOPE_BYTES + PART_BYTES
+_INDEXED_BYTES: Final = 256  # and what it takes in the index, in each group
 
 
 def step(session: Session, force: bool) -> float | None:
@@ -101,7 +102,9 @@ def _pays(session: Session, tx: Tx) -> bool:
     log = session.log
     kept_bytes = log.pending_tail - log.head_offset
     plain_bytes = tx.live_bytes(ENVELOPE_BYTES + PART_BYTES)
-    carried_bytes = tx.live_bytes(_CARRIED_BYTES)
+    # The index takes its part of the same disk, and never shrinks.
+    extra_bytes = _CARRIED_BYTES + _INDEXED_BYTES * max(1, len(tx.groups()))
+    carried_bytes = tx.live_bytes(extra_bytes)
     return (
         carried_bytes + 2 * log.segment_bytes < kept_bytes * 2 // 3
         and carried_bytes - plain_bytes < _room_bytes(log)
@@ -173,12 +176,14 @@ def _carries(
     kept = log.pending_tail - log.head_offset
     # What is carried stands close together then, so that it is not carried again and again.
     # Where the disk is short the space to carry them is what others were promised.
-    most = log.segment_bytes // 2 if log.state.words[RESERVE] else log.segment_bytes * 7 // 8
+    is_tight = bool(log.state.words[RESERVE])
+    most = log.segment_bytes // 4 if is_tight else log.segment_bytes * 7 // 8
     few = n_bytes <= most and len(live) <= _MAX_CARRIED
     if force and n_bytes > _room_bytes(log):
         return None
-    many = tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2
-    if not few and many and not (log.state.words[RESERVE] and _pays(session, tx)):
+    if not few and is_tight and not _pays(session, tx):
+        return None
+    if not few and tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2:
         return None
     return [
         _records.pack_carry(
