@@ -30,7 +30,7 @@ from wal_tools import (
     sync,
 )
 
-from weclaw_embedded import _files, wal
+from weclaw_embedded import _files, _reading, wal
 from weclaw_embedded._format import CHECKPOINT_FRAME, HEADER_BYTES, PART_BYTES, VOUCH, policy_of
 from weclaw_embedded.errors import CorruptError, DiskFullError, StorageError
 from weclaw_embedded.wal import (
@@ -55,6 +55,26 @@ def path(tmp_path: Path) -> Path:
 
 
 # Appending and reading --------------------------------------------------------------------------
+
+
+def test_two_large_frames_read_in_turns_are_each_read_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of one frame and results of another cost no more in turns than in a row."""
+    with opened(path) as (log, _):
+        first = put(log, *(b"message %d" % n for n in range(100)))
+        second = put(log, *(b"result %d" % n for n in range(100)))
+        checked: list[int] = []
+        real = _reading.check_part
+
+        def check_part(log: Log, offset: int, stop: int) -> tuple[int, int, bytes]:
+            checked.append(offset)
+            return real(log, offset, stop)
+
+        monkeypatch.setattr(_reading, "check_part", check_part)
+        for n, (one, other) in enumerate(zip(first, second, strict=True)):
+            assert (log.read(one), log.read(other)) == (b"message %d" % n, b"result %d" % n)
+        assert len(checked) == 2
 
 
 def test_a_record_is_found_by_its_offset_alone(path: Path) -> None:

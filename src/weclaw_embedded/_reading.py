@@ -48,8 +48,10 @@ class Reading(Segments):
     # when they were read, that segment's salt).
     _window: tuple[int, bytes, int] = (0, b"", 0)
     _window_bytes = _SMALL_WINDOW
-    # The last part with more than one record, or larger than the window, that was checked.
+    # The last part with more than one record, or larger than the window, that was checked, and the
+    # one before: whoever looks at messages and their results goes to and fro between two.
     _part: _Part = (0, b"", {}, 0)
+    _older: _Part = (0, b"", {}, 0)
     # Where the log was last known to end, and (offset, checksum) of the frame that ends there.
     _last: tuple[int, tuple[int, int]] = (-1, (0, 0))
 
@@ -73,6 +75,9 @@ class Reading(Segments):
                 and crc32(window[at - 20 : end], salt + offset - 24 & _MASK) == crc
             ):
                 return window[at + 8 : end]
+        begin, data, _, _ = self._part
+        if not begin < offset < begin + len(data):
+            self._part, self._older = self._older, self._part
         begin, data, _, _ = part = self._part
         if begin < offset < begin + len(data):
             if offset >> self.bits < self.state.words[HEAD]:

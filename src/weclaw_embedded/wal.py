@@ -483,7 +483,8 @@ class Log(Reading):
         """
         self.discard()
         self.forget()
-        self._window, self._part, self._last = (0, b"", 0), (0, b"", {}, 0), (-1, (0, 0))
+        self._window, self._last = (0, b"", 0), (-1, (0, 0))
+        self._part = self._older = (0, b"", {}, 0)
         return recover(
             self,
             commit=commit,
