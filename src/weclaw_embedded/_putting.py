@@ -56,22 +56,6 @@ def put(
     `waiter` registered before the lock is given back. Offsets of messages that ran out, and so
     made room, are added to `dead`.
     """
-    try:
-        return _put(session, address, messages, policy, maxsize, [] if dead is None else dead)
-    except NoRoom:
-        if waiter is not None:
-            wait_settled(session, -1, waiter)
-        raise
-
-
-def _put(
-    session: Session,
-    address: Address,
-    messages: Sequence[Encoded],
-    policy: int,
-    maxsize: int,
-    dead: list[int],
-) -> list[str]:
     tid, records = topic_of(session, address.topic)
     ids: list[str | None] = []
     fresh: Sequence[Encoded] = messages
@@ -80,11 +64,16 @@ def _put(
             fresh, ids = _without_known(session, tid, messages)
             break
     if fresh:
-        if maxsize > 0:
-            _check_room(session, address, len(fresh), maxsize, dead)
         first = len(records)
-        records += _put_records(session, tid, fresh)
-        offsets = _append_puts(session, records, policy)[first:]
+        try:
+            if maxsize > 0:
+                _check_room(session, address, len(fresh), maxsize, [] if dead is None else dead)
+            records += _put_records(session, tid, fresh)
+            offsets = _append_puts(session, records, policy)[first:]
+        except NoRoom:
+            if waiter is not None:
+                wait_settled(session, -1, waiter)
+            raise
         if not ids:
             made = _ids_of(session, offsets)
         else:
@@ -121,19 +110,15 @@ def _without_known(
     return fresh, ids
 
 
-def _skew_us(session: Session) -> int:
-    """How far the wall clock is from queue time, when that is worth a note."""
-    skew_us = _clock.wall_us() - session.now_us
-    return 0 if -_SKEW_NOTED_US < skew_us < _SKEW_NOTED_US else skew_us
-
-
 def _put_records(session: Session, tid: int, messages: Sequence[Encoded]) -> list[_records.Record]:
     """The records of messages; has as many getters woken. Of the same terms all but the body is
     the same.
     """
     session.put_to |= mask_of(tid)
     session.put_n += len(messages)
-    skew_us = _skew_us(session)
+    skew_us = _clock.wall_us() - session.now_us
+    if -_SKEW_NOTED_US < skew_us < _SKEW_NOTED_US:
+        skew_us = 0  # not worth a note
     records: list[_records.Record] = []
     before: Terms | None = None
     start: _records.Record = ()

@@ -225,12 +225,11 @@ class SharedPage(LogState):
         calls `take_seen`. The caller holds the write lock.
         """
         words = self.words
-        tail = words[TAIL]
-        if self.visible(tail) < tail:
-            words[UNSEEN] |= mask
-            words[UNSEEN_PUTS] = min(words[UNSEEN_PUTS] + n, EVERYBODY)
-            return []
-        return self.take_getters(mask, n) if words[WAITERS] else []
+        if words[COMMIT] >= words[SYNC_HIGH] and words[REPLICATED] >= words[REPLICA_HIGH]:
+            return self.take_getters(mask, n) if words[WAITERS] else []
+        words[UNSEEN] |= mask
+        words[UNSEEN_PUTS] = min(words[UNSEEN_PUTS] + n, EVERYBODY)
+        return []
 
     def take_seen(self) -> list[int]:
         """Slots to be woken for puts that have become visible just now. The caller holds the write

@@ -409,7 +409,8 @@ class Queue:
                 ids = engine.execute_together(
                     _putting.put, self._address, messages, self._policy, self.maxsize, waiter, dead
                 )
-                self._remember_dead(dead)
+                if dead:
+                    self._remember_dead(dead)
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
