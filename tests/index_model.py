@@ -501,7 +501,7 @@ def rebuild(model: Model, index: Index, *, seed: int = 0) -> Tx:
 def found(kept: list[tuple[int, int, bytes]], numbers: random.Random) -> Iterator[Any]:
     """Yield records as a log would: stretches, of frames of one record or more, and frames."""
     while kept:
-        n = numbers.choice((1, 2, 5, 20, 100))
+        n = numbers.choice((1, 2, 5, 20, 100, 3000))
         part, kept = kept[:n], kept[n:]
         if numbers.randrange(4):
             yield stretch(part, numbers)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 from tests.helpers.queues import drain, eventually
 
+import weclaw_embedded as weclaw
 from weclaw_embedded import _folding
+from weclaw_embedded._format import CHECKPOINT_FRAME
+from weclaw_embedded._index import Index
+from weclaw_embedded._index_rows import HEAD
 from weclaw_embedded.wal import TAIL
 
 BODY = "x" * 1000
@@ -67,3 +72,88 @@ def test_the_index_is_never_left_far_behind(open_queue, small_parts):
         if n % 500 == 499:
             assert engine.page.words[TAIL] - applied(engine) <= (1 << 20) + 2 * small_parts
     assert [n for n, _ in drain(q)] == list(range(3000))
+
+
+# Anew ---------------------------------------------------------------------------------------------
+
+
+class Anew(_folding.Folding):
+    """Folds a log that somebody has open into an index of its own, after recovery."""
+
+    def __init__(self, engine: Any, index: Index) -> None:
+        self.path, self.page, self.log, self.index = engine.path, engine.page, engine.log, index
+
+
+def rows(index: Index) -> dict[bytes, bytes]:
+    """All that is in an index but how often it was committed."""
+    tx = index.write()
+    assert tx._txn is not None
+    stored = dict(tx._txn.cursor().iternext())
+    tx.abort()
+    return {key: value for key, value in stored.items() if key != HEAD}
+
+
+def used(path: Any, **options: Any) -> Any:
+    """A queue with something in each state, over many segments."""
+    q = weclaw.Queue(path, segment_bytes=1 << 16, flush="os", **options)
+    held = []
+    for n in range(600):
+        q.put([n, BODY], key=f"k{n % 3}" if n % 50 == 0 else None, delay=900 if n % 70 == 1 else 0)
+        if n % 3:
+            msg = q.get()
+            if n % 40 == 2:
+                msg.fail("no")
+            elif n % 90 == 5:
+                held.append(msg)
+            else:
+                msg.ack(result=n if n % 7 == 0 else None)
+    return q, held
+
+
+@pytest.mark.parametrize("head", ["kept", "freed"])
+@pytest.mark.parametrize("harm", ["none", "damaged", "torn", "a checkpoint gone"])
+def test_what_recovery_folds_is_what_is_folded_after_it(path, tmp_path, monkeypatch, head, harm):
+    """Without its scratch folder a file gets the same index, whatever recovery finds in it."""
+    q, _ = used(path, retention=0 if head == "freed" else 10**6)
+    engine = q._engine
+    if head == "freed":
+        eventually(lambda: engine.log.head_offset > 0)
+    log = engine.log
+    frames = list(log.frames(log.head_offset, engine.page.words[TAIL]))
+    checkpoints = [frame for frame in frames if frame.flags & CHECKPOINT_FRAME]
+    assert bool(checkpoints) == (head == "freed")
+    at = {
+        "none": None,
+        "damaged": frames[len(frames) // 2].offset,
+        "torn": frames[-1].offset,
+        "a checkpoint gone": checkpoints[-1].offset if checkpoints else frames[0].offset,
+    }[harm]
+    place = None if at is None else at + log.place(at >> log.bits)[0]
+    copy = tmp_path / "copy.wq"
+    shutil.copy(path, copy)
+    q.close()
+    if place is not None:
+        with open(copy, "r+b") as file:
+            file.seek(place + 20)
+            file.write(b"\xff" * 9)
+    folded = []
+    catch_up = _folding.Folding.catch_up
+    monkeypatch.setattr(
+        _folding.Folding,
+        "catch_up",
+        lambda self, tx: (folded.append(tx.applied), catch_up(self, tx)),
+    )
+    with weclaw.Queue(copy) as q:
+        engine = q._engine
+        head_offset, tail = engine.log.head_offset, engine.page.words[TAIL]
+        if harm == "none":
+            assert folded[0] == tail
+        if harm == "damaged":
+            assert head_offset < folded[0] < tail
+        index = Index.open(tmp_path / "anew", create=True)
+        with engine._lock:
+            tx = index.write()
+            Anew(engine, index).fold_all(tx)
+            tx.commit(tail, 0)
+            assert rows(index) == rows(engine.index)
+        index.close()

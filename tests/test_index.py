@@ -133,7 +133,8 @@ def hot_log(numbers: random.Random, length: int) -> Iterator[tuple[int, int, byt
         queue = queues.setdefault((tid, priority), [])
         at = cursors.setdefault((gid, priority), 0)
         if numbers.random() < odd:
-            record = odd_record(numbers, tid, gid, priority, [*queue[-3:], *leased[gid][-3:], 7])
+            near = [*queue[at : at + 4], *queue[-3:], *leased[gid][-3:], 7]
+            record = odd_record(numbers, tid, gid, priority, near)
             leased[gid] = [one for one in leased[gid] if numbers.randrange(9)]
         elif kind == 1 and at < len(queue):
             n = numbers.choice((1, 1, 1, 4))
@@ -157,7 +158,7 @@ def odd_record(
     numbers: random.Random, tid: int, gid: int, priority: int, messages: list[int]
 ) -> bytes:
     """Return a record that is folded in the general way, or only looks like one that isn't."""
-    one = numbers.choice(messages)
+    one = messages[0] if numbers.randrange(2) else numbers.choice(messages)
     deliver = joined(rec.pack_deliver(tid, gid, 5, 9, [(one, priority, 1)]))
     choices: list[bytes] = [
         joined(rec.pack_put(priority, 0, tid, rec.pack_meta(key="k"), b"x")),
@@ -165,10 +166,11 @@ def odd_record(
         joined(rec.pack_put(numbers.randrange(10), 0, tid, b"", b"")),
         joined(rec.pack_return(gid, one, rec.RELEASE, due_us=0, delivery=1, retry=0, crash=0)),
         joined(rec.pack_dead(gid, one, "why", 5, retry=1, crash=0)),
-        joined(rec.pack_cancel(tid, [one])),
+        joined(rec.pack_cancel(tid, messages[1:3])),
         joined(rec.pack_ack(tid, gid, one)),
         joined(rec.pack_clean()),
         deliver,
+        deliver + b"x",
         deliver + b"x",
         deliver[:-1],
         deliver[:1] + b"\1" + deliver[2:],

@@ -34,6 +34,7 @@ LAYERS = [
     ["_index_many"],
     ["_index"],
     ["_wake", "_shared"],
+    ["_rebuild"],
     ["_opening"],
     ["_copy"],
     ["_feeder", "_receiver"],

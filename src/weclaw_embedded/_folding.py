@@ -12,46 +12,24 @@ case once it is `_MOST_LEFT_BYTES`; in parts, so that nobody waits long for the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from . import _records
-from ._format import Stretch
 from ._index import Index, IndexFullError, Tx
+from ._rebuild import Last, fold_in_parts, seed
 from ._session import Record, Session
 from ._shared import SharedPage
 from .errors import CorruptError
-from .wal import TAIL, Frame, Log, Recovery
+from .wal import TAIL, Log, Recovery
 
 logger = logging.getLogger("weclaw_embedded")
 
 # Of what a process wrote itself, so much is applied from memory instead of read back.
 _MOST_REMEMBERED: Final = 64
 _LARGEST_REMEMBERED: Final = 65536
-# Bytes of the log that are folded in one transaction of the index.
-_FOLD_BYTES: Final = 256 << 20
 # How far the index may be behind, and in what parts it then follows.
 _MOST_LEFT_BYTES: Final = 256 << 20
 _PART_BYTES: Final = 2 << 20
-
-
-class _Last:
-    """Remembers the last frame that went by."""
-
-    def __init__(self, enough: int) -> None:
-        self.enough = enough  # what begins after this offset is left
-        self.offset = 0
-        self.end = 0
-
-    def until_enough(self, found: Iterator[Stretch | Frame]) -> Iterator[Stretch | Frame]:
-        for one in found:
-            if isinstance(one, Stretch):
-                self.offset, self.end = one.last, one.end
-            else:
-                self.offset, self.end = one[0], one[1]
-            yield one
-            if self.end > self.enough:
-                return
 
 
 class Folding:
@@ -89,9 +67,8 @@ class Folding:
             # Others have applied it all, so this process may never have seen the last frame.
             self.log.remember_last(tail, tx.last_frame, tx.last_crc)
         else:
-            last = _Last(tail)
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
-            tx.apply_many(last.until_enough(found))
+            last = fold_in_parts(self.index, tx, self.log, found, applied)
             if last.end == tail:
                 self.log.remember_last(tail, last.offset)
 
@@ -117,7 +94,7 @@ class Folding:
         try:
             applied = tx.applied
             tail = self.page.words[TAIL]
-            last = _Last(applied + _PART_BYTES)
+            last = Last(applied + _PART_BYTES)
             if self.log.head_offset < applied < tail - _PART_BYTES:
                 found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
                 tx.apply_many(last.until_enough(found))
@@ -150,36 +127,22 @@ class Folding:
             self._written.append((offset, time_us, record))
 
     def fold_all(self, tx: Tx) -> None:
-        """Apply the whole log, beginning with what a checkpoint knows of the time before what is
-        kept. Commits now and then: a transaction of LMDB holds only so many pages, and whoever is
-        killed meanwhile leaves a part that is true.
+        """Apply the whole log, or what is left of it, beginning with what a checkpoint knows of the
+        time before what is kept.
         """
         head = self.log.head_offset
-        tail = self.page.words[TAIL]
         checkpoint = self.log.checkpoint()
         if checkpoint and not tx.applied:
             try:
-                known = _records.unpack(self.log.read(checkpoint))
-            except (CorruptError, ValueError) as error:
+                wrong = seed(tx, self.log.read(checkpoint), head)
+            except CorruptError as error:
+                wrong = str(error)
+            if wrong:
                 # Groups from before what is kept begin anew: messages come twice, none is lost.
-                tx.note_damage(checkpoint, str(error))
-            else:
-                if isinstance(known, _records.Checkpoint):
-                    tx.seed(known, head)
-                else:
-                    tx.note_damage(checkpoint, "another record where a checkpoint should be")
-        noter = self._damage_noter(tx)
+                tx.note_damage(checkpoint, wrong)
         start = max(tx.applied, head)
-        while start < tail:
-            found = self.log.stretches(start, tail, on_damage=noter)
-            last = _Last(start + _FOLD_BYTES)
-            tx.apply_many(last.until_enough(found))
-            if not last.end:
-                break
-            start = last.end
-            if start < tail:
-                tx.commit(start, self.log.checksum(last.offset), last.offset)
-                self.index.write()
+        found = self.log.stretches(start, self.page.words[TAIL], on_damage=self._damage_noter(tx))
+        fold_in_parts(self.index, tx, self.log, found, start)
 
     def _report(self, recovery: Recovery) -> None:
         for _, reason in self.healed:

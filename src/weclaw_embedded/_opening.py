@@ -33,6 +33,7 @@ from typing import Final, TypeAlias
 from . import _clock, _files
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
 from ._index import FILE_NAME, Index
+from ._rebuild import Rebuild
 from ._records import MAX_TIME_US
 from ._shared import (
     DEAD_SEQ,
@@ -311,11 +312,7 @@ def _open_first(
             if complete is not None and role[0] == PRIMARY
             else None
         )
-        index, recovery = _recover(directory, log, commit, near, same_boot, failed, more)
-        rebuild = index is None
-        if index is None:
-            _delete_index(directory)
-            index = Index.open(os.path.join(directory, INDEX_NAME), create=True)
+        index, recovery, rebuild = _recover(directory, log, commit, near, same_boot, failed, more)
         for name in os.listdir(os.path.join(directory, INDEX_NAME)):
             _files.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.
@@ -363,29 +360,47 @@ def _recover(
     same_boot: bool,
     failed: bool,
     complete: Callable[[], bool] | None,
-) -> tuple[Index | None, Recovery]:
-    """Find the log's end, and an index that may be believed."""
-    index_directory = os.path.join(directory, INDEX_NAME)
-    index = _believable_index(index_directory, same_boot and not failed)
-    recovery = log.recover(
-        commit=commit,
-        cache_is_true=same_boot and not failed,
-        whole=index is None,
-        failed=failed,
-        near=near if same_boot and not failed else 0,
-        complete=complete,
-    )
-    words = log.state.words
-    if words[COMMIT] < words[TAIL]:
-        log.sync()
-        words[COMMIT] = words[TAIL]
-    words[SYNC_HIGH] = words[FIRST_SYNC] = 0
-    if index is not None and not _index_matches(index, log):
-        index.close(sync=False)
-        index = None
+) -> tuple[Index, Recovery, bool]:
+    """Find the log's end, and an index that may be believed; True if it is to be folded anew, which
+    is begun here.
+    """
+    index = _believable_index(os.path.join(directory, INDEX_NAME), same_boot and not failed)
+    rebuild = None
+    if index is None:
+        index = _new_index(directory)
+        rebuild = Rebuild(index, log)
+    try:
+        recovery = log.recover(
+            commit=commit,
+            cache_is_true=same_boot and not failed,
+            whole=rebuild is not None,
+            failed=failed,
+            near=near if same_boot and not failed else 0,
+            complete=complete,
+            follow=None if rebuild is None else rebuild.follow,
+        )
+        words = log.state.words
+        if words[COMMIT] < words[TAIL]:
+            log.sync()
+            words[COMMIT] = words[TAIL]
+        words[SYNC_HIGH] = words[FIRST_SYNC] = 0
+        if rebuild is not None:
+            rebuild.finish()
+            return index, recovery, True
+        if _index_matches(index, log):
+            return index, recovery, False
         if not recovery.whole:
             recovery = log.recover(commit=words[COMMIT], cache_is_true=True, whole=True)
-    return index, recovery
+    except BaseException:
+        index.close(sync=False)
+        raise
+    index.close(sync=False)
+    return _new_index(directory), recovery, True
+
+
+def _new_index(directory: str) -> Index:
+    _delete_index(directory)
+    return Index.open(os.path.join(directory, INDEX_NAME), create=True)
 
 
 def _believable_index(directory: str, same_boot: bool) -> Index | None:

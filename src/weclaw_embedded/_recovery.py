@@ -17,8 +17,11 @@ It must not know what records mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TypeAlias
 
 from . import _files
 from ._format import (
@@ -39,7 +42,7 @@ from ._format import (
     unpack_header,
     unpack_slot,
 )
-from ._scan import BadPartError, collect, stretches, walk
+from ._scan import BadPartError, Frame, collect, stretches, walk
 from ._segments import (
     ANNOUNCED,
     CHECKPOINT,
@@ -59,14 +62,18 @@ from .errors import CorruptError, DiskFullError, WeclawError
 
 __all__ = [
     "HEADER_HEALED",
+    "Follow",
     "Recovery",
     "find_segments",
     "heal",
+    "last_checkpoint",
     "look_at_copy",
     "recover",
     "recover_copy",
     "verify",
 ]
+# What goes along with recovery while it looks at all that is kept.
+Follow: TypeAlias = Callable[[Iterator[Stretch | Frame]], None]
 
 
 HEADER_HEALED = "a copy of the header block was damaged; it was written anew from the other"
@@ -100,6 +107,7 @@ def recover(
     near: int,
     begin_segment: Callable[[int], None],
     complete: Callable[[], bool] | None = None,
+    follow: Follow | None = None,
 ) -> Recovery:
     """See `Log.recover`.  `begin_segment(prev_end)` makes the log go on in a new one."""
     if not log.readonly:
@@ -111,7 +119,7 @@ def recover(
     if failed or not cache_is_true:
         _files.drop_cache(log.fd, 0, 0)
     find_segments(log)
-    recovery = _find_end(log, commit, near, whole=whole)
+    recovery = _find_end(log, commit, near, whole=whole, follow=follow)
     if (
         complete is not None
         and (recovery.is_short if cache_is_true else not recovery.is_vouched)
@@ -340,7 +348,9 @@ def _complete_last_slot(log: Segments, n_slots: int) -> None:
             log.state.words[SLOTS] = n_slots - 1
 
 
-def _find_end(log: Segments, commit: int, near: int, *, whole: bool) -> Recovery:
+def _find_end(
+    log: Segments, commit: int, near: int, *, whole: bool, follow: Follow | None = None
+) -> Recovery:
     """Walk to the end of the log; set aside damage; say where to cut."""
     words = log.state.words
     first, last = words[HEAD], words[LAST]
@@ -358,7 +368,7 @@ def _find_end(log: Segments, commit: int, near: int, *, whole: bool) -> Recovery
             if commit - start <= SLOT_BYTES:
                 start -= log.segment_bytes
     whole = start == first << log.bits
-    recovery, is_boundary = _walk_to_end(log, start, commit)
+    recovery, is_boundary = _walk_to_end(log, start, commit, follow if whole else None)
     if not whole and not is_boundary:
         recovery, _ = _walk_to_end(log, first << log.bits, commit)
         whole = True
@@ -378,68 +388,113 @@ def _is_frame(log: Segments, offset: int) -> bool:
     return True
 
 
-def _walk_to_end(log: Segments, start: int, commit: int) -> tuple[Recovery, bool]:
+def last_checkpoint(log: Segments) -> tuple[int, bytes]:
+    """(offset, record) of the latest checkpoint, as far as can be seen before the end of the log is
+    known; (0, b"") when there is none.
+    """
     words = log.state.words
-    bad: list[tuple[int, str]] = []
-    ends: list[tuple[int, int]] = []  # (number of bad spots before it, end of the last frame there)
-    vouched = commit
-    recovery = Recovery()
-    # An empty last segment is an end of the log, too.
+    found = (0, b"")
+    offset = words[CHECKPOINT]
+    if offset:
+        segment = offset >> log.bits
+        with contextlib.suppress(BadPartError, LookupError, CorruptError):
+            found = collect(log, offset - PART_BYTES, log.limit(segment)).records[0]
+    begin, limit = words[LAST] << log.bits, log.limit(words[LAST])
+    for frame in walk(log, begin, limit, on_damage=lambda *_: None, open_end=True):
+        if frame.flags & CHECKPOINT_FRAME:
+            found = frame.records[0]
+    return found
+
+
+class _Walk:
+    """The way to the end of a log, and what is seen there."""
+
+    def __init__(self, log: Segments, start: int, commit: int) -> None:
+        words = log.state.words
+        self._log = log
+        self._start = start
+        self._commit = commit
+        self.bad: list[tuple[int, str]] = []
+        # Of each run of good frames: how many bad spots are before it, where it ends, the time of
+        # its last frame, the latest checkpoint by then.
+        self.runs: list[tuple[int, int, int, int]] = []
+        self.end = start if start & (log.segment_bytes - 1) else start + SLOT_BYTES
+        self.vouched = commit
+        self.last_flags = 0
+        # An empty last segment is an end of the log, too.
+        self.is_boundary = commit == (words[LAST] << log.bits) + SLOT_BYTES
+        self._found = self._look(words[CHECKPOINT])
+
+    def good(self) -> Iterator[Stretch | Frame]:
+        """What is found up to the first bad spot."""
+        return takewhile(lambda _: not self.bad, self._found)
+
+    def finish(self) -> None:
+        """Look at what is left."""
+        for _ in self._found:
+            pass
+
+    def _look(self, checkpoint: int) -> Iterator[Stretch | Frame]:
+        log, commit, bad = self._log, self._commit, self.bad
+        n_bad = time_us = 0
+        for found in stretches(
+            log,
+            self._start,
+            log.limit(log.state.words[LAST]),
+            on_damage=lambda offset, reason: bad.append((offset, reason)),
+            open_end=True,
+        ):
+            if len(bad) != n_bad:
+                self.runs.append((n_bad, self.end, time_us, checkpoint))
+                n_bad = len(bad)
+            end = self.end = found.end
+            self.last_flags = found.flags
+            if isinstance(found, Stretch):
+                time_us = found.time_us(found.places[-1])
+                self.is_boundary |= found.base <= commit <= end and found.is_boundary(commit)
+            else:
+                time_us = found.time_us
+                self.is_boundary |= commit in (found.offset, end)
+                if found.flags & CHECKPOINT_FRAME and found.records:
+                    checkpoint = found.records[0][0]
+            self.vouched = max(self.vouched, found.commit)
+            yield found
+        self.runs.append((n_bad, self.end, time_us, checkpoint))
+
+
+def _walk_to_end(
+    log: Segments, start: int, commit: int, follow: Follow | None = None
+) -> tuple[Recovery, bool]:
+    walk = _Walk(log, start, commit)
+    if follow is not None:
+        follow(walk.good())
+    walk.finish()
+    words = log.state.words
+    bad, end, runs = walk.bad, walk.end, walk.runs
     last_begin = (words[LAST] << log.bits) + SLOT_BYTES
-    is_boundary = commit == last_begin
-    first_checkpoint = words[CHECKPOINT]
-    checkpoints = [first_checkpoint]
-    end = start if start & (log.segment_bytes - 1) else start + SLOT_BYTES
-    times = [0]
-    n_bad = 0
-    last_flags = 0
-    for found in stretches(
-        log,
-        start,
-        log.limit(words[LAST]),
-        on_damage=lambda offset, reason: bad.append((offset, reason)),
-        open_end=True,
-    ):
-        if len(bad) != n_bad:
-            ends.append((n_bad, end))
-            n_bad = len(bad)
-            times.append(times[-1])
-            checkpoints.append(checkpoints[-1])
-        end = found.end
-        last_flags = found.flags
-        if isinstance(found, Stretch):
-            times[-1] = found.time_us(found.places[-1])
-            is_boundary |= found.base <= commit <= end and found.is_boundary(commit)
-        else:
-            times[-1] = found.time_us
-            is_boundary |= commit in (found.offset, end)
-            if found.flags & CHECKPOINT_FRAME and found.records:
-                checkpoints[-1] = found.records[0][0]
-        vouched = max(vouched, found.commit)
-    ends.append((n_bad, end))
+    recovery = Recovery()
     cut: int | None = None
-    index = len(ends) - 1
+    last = runs[-1]
     for i, (offset, _) in enumerate(bad):
-        if offset >= vouched:
-            index = max(j for j, (n, _) in enumerate(ends) if n <= i)
+        if offset >= walk.vouched:
+            last = max(run for run in runs if run[0] <= i)
             # Where a whole segment is missing, the log ends with the frames before it.
-            cut = offset if offset & (log.segment_bytes - 1) else ends[index][1]
+            cut = offset if offset & (log.segment_bytes - 1) else last[1]
             break
     recovery.damaged = [spot for spot in bad if cut is None or spot[0] < cut]
-    recovery.last_time_us = times[index]
-    words[CHECKPOINT] = checkpoints[index]
+    _, _, recovery.last_time_us, words[CHECKPOINT] = last
     recovery.tail = end
     if cut is not None:
         recovery.cut = recovery.tail = cut
         recovery.torn_bytes = _bytes_beyond(log, cut)
     else:
-        recovery.is_vouched = bool(last_flags & VOUCH) and not (bad and bad[-1][0] >= end)
+        recovery.is_vouched = bool(walk.last_flags & VOUCH) and not (bad and bad[-1][0] >= end)
         if max(end, last_begin) < commit and not (bad and bad[-1][0] >= end):
             # The end of the log isn't there any more, although it was on stable storage.
             recovery.damaged.append((end, f"nothing is left up to the commit point {commit}"))
         recovery.is_end_damaged = any(offset >= end for offset, _ in recovery.damaged)
     recovery.is_short = max(recovery.tail, last_begin) < commit or recovery.is_end_damaged
-    return recovery, is_boundary
+    return recovery, walk.is_boundary
 
 
 def _bytes_beyond(log: Segments, cut: int) -> int:

@@ -60,7 +60,7 @@ from ._format import (
     unpack_header,
 )
 from ._reading import Reading
-from ._recovery import HEADER_HEALED, Recovery, heal, recover, verify
+from ._recovery import HEADER_HEALED, Follow, Recovery, heal, last_checkpoint, recover, verify
 from ._scan import Frame, OnDamage
 from ._segments import (
     ANNOUNCED,
@@ -468,6 +468,7 @@ class Log(Reading):
         failed: bool = False,
         near: int = 0,
         complete: Callable[[], bool] | None = None,
+        follow: Follow | None = None,
     ) -> Recovery:
         """Find the state of the log from the file alone; the caller has the file for itself.
 
@@ -477,7 +478,8 @@ class Log(Reading):
         `whole=False`: the end is enough, if it can be found from `near`, where the last frame was
         said to begin, or from `commit`.  `failed`: a sync failed at that commit point; what lies
         above it is written again first.  `complete()` is asked to write what the file lacks at its
-        end, if it may lack something; True when it has.
+        end, if it may lack something; True when it has.  `follow` is handed what is found from the
+        head on up to the first that is bad, if all that is kept is looked at: these frames stay.
 
         Raises CorruptError when there is no log to be found, OSError when the disk refuses.
         """
@@ -494,7 +496,12 @@ class Log(Reading):
             near=near,
             begin_segment=self._begin_after_recovery,
             complete=complete,
+            follow=follow,
         )
+
+    def last_checkpoint(self) -> tuple[int, bytes]:
+        """(offset, record) of the latest checkpoint, for who follows a recovery."""
+        return last_checkpoint(self)
 
     def _begin_after_recovery(self, prev_end: int) -> None:
         """Begin a segment with nothing in it yet, after what was found."""

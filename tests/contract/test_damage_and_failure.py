@@ -531,7 +531,7 @@ def test_an_opening_that_fails_at_its_end_leaves_nothing_open(path, monkeypatch)
         raise weclaw.DiskFullError("no room for the index")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Folding, "fold_all", fails)
+        patch.setattr(Folding, "catch_up", fails)
         with pytest.raises(weclaw.DiskFullError):
             weclaw.Queue(path)
     assert len(os.listdir("/proc/self/fd")) == before
