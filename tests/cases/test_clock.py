@@ -104,9 +104,9 @@ def test_case_25_two_processes_of_different_opinion(path, tmp_path):
         q.put("behind")
         assert q.get(timeout=5.0).body == "for long"
         assert q.get(timeout=5.0).body == "behind"
-        msg = q.get(timeout=5.0)
+        msg = q.get(timeout=8.0)
         assert msg.body == "delayed"
-        assert 1.0 < time.monotonic() - begun < 4.0
+        assert time.monotonic() - begun > 4.0
 
 
 def _can_have_time_namespaces():

@@ -9,7 +9,6 @@ is reported and not called again. A letter that was redriven and dies again is a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ import time
 from typing import Any, TextIO
 
 import click
+import filelock
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _survey
@@ -185,6 +185,7 @@ class _Memory:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._locked = self._lock()
         self._file = self._open(path)
         self._file.seek(0)
         *lines, cut = self._file.read().split("\n")
@@ -199,7 +200,7 @@ class _Memory:
                 self._failures[death] = ended[0] if ended else 0
                 begun = None if ended else death
         except (ValueError, TypeError) as error:
-            self._file.close()
+            self.close()
             raise common.Failure(
                 f"{common.plain(path)} is not the memory of a watch; nothing was called; name "
                 "another place with --state"
@@ -214,24 +215,30 @@ class _Memory:
             )
             self._write([*begun, 0])
 
+    def _lock(self) -> filelock.BaseFileLock:
+        # A file of its own: the memory itself is replaced when it is written anew.
+        lock = filelock.FileLock(f"{self._path}.lock", timeout=0)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise common.Failure(
+                f"{common.plain(self._path)} is in use by another watch; nothing was called; give "
+                "one of them another --state"
+            ) from None
+        except OSError as error:
+            raise self._refused(error) from error
+        return lock
+
     def _open(self, path: str) -> TextIO:
         try:
-            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed by close()
+            return open(path, "a+", encoding="utf-8")
         except OSError as error:
-            raise common.Failure(
-                f"{common.plain(path)} can't be written ({error.strerror}), so nothing could be "
-                "remembered; nothing was called; name another place with --state"
-            ) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                return file
-        except OSError:
-            pass  # whoever has it, or has just replaced it, is at work
-        file.close()
-        raise common.Failure(
-            f"{common.plain(path)} is in use by another watch; nothing was called; give one of "
-            "them another --state"
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> common.Failure:
+        return common.Failure(
+            f"{common.plain(self._path)} can't be written ({error.strerror}), so nothing could be "
+            "remembered; nothing was called; name another place with --state"
         )
 
     def knows(self, death: Death) -> bool:
@@ -300,6 +307,7 @@ class _Memory:
 
     def close(self) -> None:
         self._file.close()
+        self._locked.release()
 
 
 class _Stop:
