@@ -135,9 +135,11 @@ said = st.one_of(
     st.just(rec.Clean()).map(lambda s: (s, rec.pack_clean())),
     st.builds(rec.Void, st.lists(offsets, max_size=3)).map(lambda s: (s, rec.pack_void(*s))),
     st.builds(rec.Owner, u64, texts).map(lambda s: (s, rec.pack_owner(*s))),
-    st.builds(rec.Damaged, st.lists(st.tuples(offsets, texts), max_size=3)).map(
-        lambda s: (s, rec.pack_damaged(*s))
-    ),
+    st.builds(
+        rec.Damaged,
+        st.lists(st.tuples(offsets, texts), max_size=3),
+        st.lists(offsets, max_size=3),
+    ).map(lambda s: (s, rec.pack_damaged(*s))),
 )
 
 

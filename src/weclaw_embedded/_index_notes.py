@@ -29,6 +29,7 @@ class Notes(Change):
             for topic in self.topics():
                 if self._cancel(topic, message, time_us):
                     break
+        self.forget_damage(said.repaired)
 
     def note_damage(self, offset: int, reason: str) -> None:
         """Remember a place of the log that could not be read."""
@@ -42,7 +43,7 @@ class Notes(Change):
         ]
 
     def forget_damage(self, offsets: list[int]) -> None:
-        """Forget places that can be read again, or are kept no more."""
+        """Forget places that a repair is done with."""
         for offset in offsets:
             self._touched = True
             self._delete(key_u64(DAMAGE, offset))

@@ -330,9 +330,13 @@ class Owner(NamedTuple):
 
 
 class Damaged(NamedTuple):
-    """Messages whose bytes cannot be read, set aside; items are (offset, reason)."""
+    """Messages whose bytes cannot be read, set aside; items are (offset, reason).
+
+    `repaired` are offsets of which nothing is to be told any more: a repair is done with them.
+    """
 
     items: list[tuple[int, str]]
+    repaired: list[int]
 
 
 class Unknown(NamedTuple):

@@ -252,9 +252,9 @@ def pack_owner(token: int, name: str) -> Record:
     return _pack(OWNER, [token, name])
 
 
-def pack_damaged(items: Iterable[tuple[int, str]]) -> Record:
-    """Return a DAMAGED of (offset, reason)."""
-    return _pack(DAMAGED, [list(items)])
+def pack_damaged(items: Iterable[tuple[int, str]], repaired: Sequence[int] = ()) -> Record:
+    """Return a DAMAGED of (offset, reason); what is repaired is left out when there is none."""
+    return _pack(DAMAGED, [list(items), list(repaired)] if repaired else [list(items)])
 
 
 def _pack(kind: int, fields: list[Any]) -> Record:
@@ -571,7 +571,7 @@ _FIELDS: Final[dict[int, tuple[Callable[..., AnyRecord], tuple[Check, ...]]]] = 
     CLEAN: (Clean, ()),
     VOID: (Void, (_each_place,)),
     OWNER: (Owner, (_u64, _text)),
-    DAMAGED: (Damaged, (_each(_row(_place, _text)),)),
+    DAMAGED: (Damaged, (_each(_row(_place, _text)), _each_place)),
 }
 # What the last fields of a record are when they are left out.
-_LEFT_OUT: Final[dict[int, list[Any]]] = {CARRY: [[]]}
+_LEFT_OUT: Final[dict[int, list[Any]]] = {CARRY: [[]], DAMAGED: [[]]}

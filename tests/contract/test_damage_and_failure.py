@@ -337,6 +337,72 @@ def test_verify_writes_nothing_and_repair_mends(path):
         assert store.queue().stats()[:4] == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("found_by", ["a get", "the repair"])
+def test_what_was_repaired_stays_so_without_the_scratch(path, found_by):
+    """What `repair` set aside for good is not told again by an index that is made anew."""
+    bodies = damaged_file(path)
+    with weclaw.open(path) as store:
+        q = store.queue()
+        if found_by == "a get":
+            assert drain(q) == bodies[:7] + bodies[8:]
+            assert len(store.verify()) == 2  # the place, and the message that was set aside
+        assert store.repair()
+        assert store.verify() == []
+        assert q.stats().damaged == 0
+        damaged_again = q.put(b"damaged later" + random.Random(99).randbytes(150))
+    for _ in range(2):
+        shutil.rmtree(scratch(path))
+        with weclaw.open(path, readonly=True) as store:
+            assert store.verify() == []
+        with weclaw.open(path) as store:
+            assert store.verify() == []
+            assert store.queue().stats().damaged == 0
+    content = bytearray(path.read_bytes())
+    content[content.index(b"damaged later") + 60] ^= 1
+    path.write_bytes(content)
+    with weclaw.open(path) as store:
+        assert len(store.verify()) >= 1
+        assert damaged_again not in [msg.id for msg in take(store.queue())]
+
+
+def test_what_was_repaired_is_damage_when_it_is_hit_again(path):
+    """A repair speaks of what it found; the same place hit a second time is told and counted."""
+    bodies = damaged_file(path)
+    with weclaw.open(path) as store:
+        assert drain(store.queue()) == bodies[:7] + bodies[8:]
+        place = min(store.repair())[0]
+        assert store.verify() == []
+    content = bytearray(path.read_bytes())
+    at = content.index(bodies[6]) + len(bodies[6]) + 60  # in the frame that says nothing now
+    content[at] ^= 1
+    path.write_bytes(content)
+    shutil.rmtree(scratch(path))
+    with weclaw.open(path) as store:
+        assert [offset for offset, _ in store.verify()] == [place]
+        assert store.queue().stats().damaged == 1
+
+
+def test_what_was_repaired_stays_so_when_segments_are_freed(path):
+    """What says that a repair was made is kept at least as long as what it speaks of."""
+    bodies = damaged_file(path)
+    filler = bytes(100_000)
+    with weclaw.open(path, retention=0.0, flush="os") as store:
+        q = store.queue()
+        q.put_many([filler] * 25)
+        # The damaged message's segment is freed before the one in which it was set aside.
+        assert drain(q) == [*bodies[:7], *bodies[8:], *[filler] * 25]
+        eventually(lambda: store._engine.log.head_offset > 0)
+        store.repair()
+    for _ in range(4):
+        shutil.rmtree(scratch(path))
+        with weclaw.open(path) as store:
+            assert store.verify() == []
+            assert store.queue().stats().damaged == 0
+            for _ in range(8):
+                store.queue().put(filler)
+                drain(store.queue())
+
+
 def test_verify_of_a_good_file_in_use(path):
     """`verify` of a good file is empty, while others write too."""
     with Child(busy, path) as child:
