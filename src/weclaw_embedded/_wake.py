@@ -35,6 +35,7 @@ SETTLED_BYTE: Final = b"s"
 REPLICATED_BYTE: Final = b"p"
 FEED_BYTE: Final = b"f"
 _NUDGE_BYTE: Final = b"n"
+_NO_BYTE: Final = b"-"  # that nobody sends
 _LONG_S: Final = 3600.0
 
 
@@ -135,7 +136,7 @@ class Waker:
 
     def _run(self) -> None:
         while not self._closed:
-            waiter = Waiter(b"")  # for nothing: it only takes its turn to read
+            waiter = Waiter(_NO_BYTE)  # it only takes its turn to read
             with self._lock:
                 self._waiters.add(waiter)
             self.wait(waiter, _LONG_S)
