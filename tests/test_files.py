@@ -181,6 +181,31 @@ def test_an_empty_file_counts_as_new_only_when_asked(tmp_path: Path) -> None:
     assert path.read_bytes() == b"1"
 
 
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    """With replace_file a regular file is; what is none is refused by whoever moves a file."""
+    path = tmp_path / "new"
+    for text in (b"1", b"2"):
+        _files.create_whole(
+            str(path), lambda fd, text=text: void(_files.write_at(fd, [text], 0)), replace_file=True
+        )
+        assert path.read_bytes() == text
+    for other in ("pipe", "folder", "link"):
+        taken = tmp_path / other
+        if other == "pipe":
+            os.mkfifo(taken)
+        elif other == "folder":
+            taken.mkdir()
+        else:
+            taken.symlink_to(path)
+        before = taken.lstat()
+        with pytest.raises(FileExistsError, match="no regular file"):
+            _files.replace(str(path), str(taken))
+        with pytest.raises(FileExistsError, match="no regular file"):
+            _files.create_whole(str(taken), lambda fd: None, replace_file=True)
+        assert taken.lstat() == before
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "new", "pipe"]
+
+
 def test_without_hard_links_a_new_file_is_still_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,11 +137,7 @@ DOORS = {
         "os.write": "pipes",
         "os.unlink": "pipes",
     },
-    "dlq": {
-        "open": "export writes a text file for the user, whole",
-        "os.fsync": "export",
-        "os.unlink": "export",
-    },
+    "dlq": {"open": "export writes text to the descriptor that _files gave"},
 }
 LOOKS = {"os.stat", "os.fstat", "os.listdir", "os.lstat", "os.getpid", "os.fspath", "os.fsdecode"}
 FREE = {"os.fsencode", "os.register_at_fork", "os.urandom", "os.cpu_count"}

@@ -397,15 +397,16 @@ def drop_cache(fd: int, offset: int, n: int) -> None:
 def create_whole(
     path: str,
     content_writer: Callable[[int], None],
-    mode: int = 0o600,
+    mode: int | None = 0o600,
     *,
     replace_empty: bool = False,
+    replace_file: bool = False,
 ) -> None:
     """Make a new file that appears under its name whole and durable, or not at all.
 
-    `content_writer` is called with the descriptor of a temporary file beside it.  Raises
-    FileExistsError when the name is taken; with `replace_empty` a file of no bytes is not in
-    the way.
+    `content_writer` is called with the descriptor of a temporary file beside it.  Without a mode
+    it has that of the process's other new files.  Raises FileExistsError when the name is taken;
+    with `replace_empty` a file of no bytes is not in the way, with `replace_file` no regular file.
     """
     directory, name = os.path.split(path)
     directory = directory or "."
@@ -413,17 +414,20 @@ def create_whole(
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        fd = os.open(temporary, flags, mode)
+        fd = os.open(temporary, flags, 0o666 if mode is None else mode)
     except OSError as error:
         if error.errno not in FULL:
             # Of the file that was wanted, not of a name that nobody knows.
             raise OSError(error.errno, error.strerror, path) from error
         _fail(error, "creating a file", -1)
     try:
-        os.fchmod(fd, mode)
+        if mode is not None:
+            os.fchmod(fd, mode)
         content_writer(fd)
         sync_all(fd)
-        if not (replace_empty and _replace_empty_file(temporary, path)):
+        if replace_file:
+            replace(temporary, path)
+        elif not (replace_empty and _replace_empty_file(temporary, path)):
             _link_into_place(temporary, path)
         sync_dir(directory)
     except OSError as error:
@@ -479,7 +483,14 @@ def _remove_stale_temporaries(directory: str, name: str) -> None:
 
 
 def replace(source: str, path: str) -> None:
-    """Move a file over another's name, durably."""
+    """Move a file over another's name, durably.
+
+    Raises FileExistsError when that is no regular file's: root may move one over a device, which
+    would then be gone for everybody.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "what has this name is no regular file", path)
     os.replace(source, path)
     sync_dir(os.path.dirname(path))
 

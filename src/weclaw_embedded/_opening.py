@@ -161,6 +161,12 @@ def check_path(path: str) -> None:
         raise StorageError(
             f"a part of {path} is a file, not a folder; nothing was made; check the path"
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise
+        raise StorageError(
+            f"{path} can be no file: {error.strerror}; nothing was made; check the path"
+        ) from None
     else:
         if not stat.S_ISREG(mode):
             raise NotAQueueError(

@@ -21,7 +21,7 @@ from ._copy import Copy, is_same_file, role_of
 from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._format import COPY, PRIMARY
 from ._healing import NOBODY, UnreachableError, complete, patience_of, replica_of
-from ._opening import IN_USE, Complete, is_new
+from ._opening import IN_USE, Complete, check_path, is_new
 from ._options import StoreOptions
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
 from .errors import LockedError, NotAQueueError, StorageError, WeclawError
@@ -39,6 +39,7 @@ def restore_missing(path: str, options: StoreOptions) -> None:
     Raises StorageError or LockedError when it has, or may have, and that is not possible now.
     """
     path = os.path.realpath(path)
+    check_path(path)  # a device and a pipe have no bytes either, and are not to be replaced
     address = replica_of(path, options) if is_new(path) else None
     if address is not None:
         patience_s = patience_of(options.replica_timeout)

@@ -7,9 +7,9 @@ made in `_delivery` and `Message`; this module only reads it and undoes it.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import islice
@@ -23,6 +23,7 @@ from ._queries import is_dead
 from ._records import META_TTL_US
 from ._session import SYNC
 from ._shared import mask_of
+from .errors import StorageError
 
 if TYPE_CHECKING:
     from ._index import Row
@@ -312,33 +313,63 @@ class DeadLetterQueue:
     def export(self, path: str | os.PathLike[str], format: str = "jsonl") -> int:
         """Write every letter to `path` ("jsonl": one JSON object a line; "csv"). Returns how many.
 
-        The file appears whole, under its name only when it is complete.
+        The file appears whole, under its name only when it is complete, and takes the place of one
+        that was there.
+
+        Raises:
+            StorageError: what has that name is a folder, a pipe, a device, or the queue itself, or
+                no file can be made there; nothing was replaced.
+            DiskFullError: there was no room for it; then there is no file.
         """
-        return write_letters(self, path, format)
+        return write_letters(self, path, format, self._queue._store.path)
 
 
 def write_letters(
-    letters: Iterable[DeadLetter], path: str | os.PathLike[str], format: str = "jsonl"
+    letters: Iterable[DeadLetter], path: str | os.PathLike[str], format: str, queue_path: str
 ) -> int:
     """What `DeadLetterQueue.export` does, for any choice of letters."""
     if format not in ("jsonl", "csv"):
         raise ValueError(f"format must be 'jsonl' or 'csv', not {format!r}; nothing was written")
-    target = os.fsdecode(path)
-    if not target:
+    name = os.fsdecode(path)
+    if not name:
         raise ValueError("the path is empty; nothing was written; name a file")
-    temporary = f"{target}.part"
-    try:
+    target = os.path.realpath(name)  # what a link leads to is replaced, and not the link
+    done = 0
+
+    def write(fd: int) -> None:
+        nonlocal done
         # A lone surrogate, which pickle can bring, has an escape in JSON and none in UTF-8.
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        with open(
+            fd, "w", encoding="utf-8", errors="backslashreplace", newline="", closefd=False
+        ) as file:
             done = stream_letters(letters, file, format)
-            file.flush()
-            os.fsync(file.fileno())
-        _files.replace(temporary, os.path.abspath(target))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+
+    try:
+        _refuse_to_replace(target, queue_path)
+        _files.create_whole(target, write, None, replace_file=True)
+    except OSError as error:
+        raise StorageError(
+            f"{name} can't be written: {error.strerror or error}; nothing was replaced, and the "
+            "letters are where they were; choose another place"
+        ) from error
     return done
+
+
+def _refuse_to_replace(path: str, queue_path: str) -> None:
+    """Raise StorageError for what must never be replaced; before anything is written."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise StorageError(
+            f"{path} is no regular file; nothing was written, and it was left alone; name a file"
+        )
+    if os.path.samestat(found, os.stat(queue_path)):
+        raise StorageError(
+            f"{path} is the queue itself; nothing was written, and it is as it was; name another "
+            "file"
+        )
 
 
 def stream_letters(letters: Iterable[DeadLetter], file: IO[str], format: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 
 import pytest
 from tests.helpers.queues import drain, scratch
@@ -11,23 +12,115 @@ from tests.helpers.queues import drain, scratch
 import weclaw_embedded as weclaw
 
 
-@pytest.mark.parametrize("readonly", [False, True])
-@pytest.mark.parametrize(
-    ("what", "name"), [("fifo", "a named pipe"), ("folder", "a folder"), ("device", "a device")]
-)
-def test_what_is_no_file_is_no_queue(tmp_path, what, name, readonly):
-    """A pipe, a folder or a device is `NotAQueueError`; nothing waits and nothing is made."""
-    path = tmp_path / what
+def make(what, path):
+    """A thing that is no regular file; a device of our own, never one that others use."""
     if what == "fifo":
         os.mkfifo(path)
     elif what == "folder":
         path.mkdir()
+    elif os.geteuid():
+        pytest.skip("only root makes devices")
     else:
-        path = "/dev/null"
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(weclaw.NotAQueueError, match=name):
-        weclaw.Queue(path, readonly=readonly)
-    assert sorted(os.listdir(tmp_path)) == before
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    return path
+
+
+THINGS = [("fifo", "a named pipe"), ("folder", "a folder"), ("device", "a device")]
+
+
+@pytest.mark.parametrize("options", [{}, {"readonly": True}, {"replica": True}], ids=str)
+@pytest.mark.parametrize(("what", "name"), THINGS)
+def test_what_is_no_file_is_no_queue(tmp_path, what, name, options):
+    """A pipe, a folder or a device is `NotAQueueError`; nothing waits, and nothing is made or
+    replaced, though a replica has data.
+    """
+    if "replica" in options:
+        copy = tmp_path / "copy.wq"
+        options = {"replica": str(copy)}
+        with weclaw.Queue(tmp_path / "tasks.wq", **options) as q:
+            q.put("kept")
+    path = make(what, tmp_path / what)
+    before = sorted(os.listdir(tmp_path)), path.lstat()
+    for opener in (weclaw.Queue, weclaw.open):
+        with pytest.raises(weclaw.NotAQueueError, match=name):
+            opener(path, **options)
+    assert (sorted(os.listdir(tmp_path)), path.lstat()) == before
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder", "device", "link to a device"])
+def test_nothing_but_a_file_is_ever_replaced(tmp_path, what):
+    """A backup or an export onto a pipe, a folder or a device is `StorageError`, which is as it
+    was.
+    """
+    path = make(what.split()[-1], tmp_path / "thing")
+    target = path
+    if what.startswith("link"):
+        target = tmp_path / "link"
+        target.symlink_to(path)
+    with weclaw.Queue(tmp_path / "tasks.wq", retry=weclaw.RetryPolicy(max_retries=0)) as q:
+        q.put("dead")
+        q.get().nack()
+        before = sorted(os.listdir(tmp_path)), path.lstat()
+        with pytest.raises(weclaw.StorageError, match="is no regular file"):
+            q.dlq.export(target)
+        with pytest.raises(weclaw.StorageError, match="exists already"):
+            q._store.backup(target)
+        assert (sorted(os.listdir(tmp_path)), path.lstat()) == before
+
+
+@pytest.mark.parametrize("how", ["by its name", "by a symbolic link", "by a hard link"])
+def test_an_export_never_replaces_the_queue(tmp_path, how):
+    """An export or a backup onto the queue's own file is `StorageError`, and the queue goes on."""
+    path = other = tmp_path / "tasks.wq"
+    with weclaw.Queue(path, retry=weclaw.RetryPolicy(max_retries=0)) as q:
+        if how == "by a symbolic link":
+            other = tmp_path / "link"
+            other.symlink_to(path)
+        elif how == "by a hard link":
+            other = tmp_path / "link"
+            os.link(path, other)
+        q.put("dead")
+        q.get().nack()
+        with pytest.raises(weclaw.StorageError, match="is the queue itself"):
+            q.dlq.export(other)
+        with pytest.raises(weclaw.StorageError, match="exists already"):
+            q._store.backup(other)
+        q.put("more")
+        assert drain(q) == ["more"]
+    with weclaw.Queue(path) as q:
+        assert [letter.body for letter in q.dlq] == ["dead"]
+
+
+def test_an_export_replaces_a_file_whole_and_leaves_its_neighbours(tmp_path):
+    """What a link leads to is replaced, not the link; nothing else in the folder is touched."""
+    (tmp_path / "letters.jsonl.part").write_text("mine")
+    (tmp_path / "letters.jsonl").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "letters.jsonl")
+    with weclaw.Queue(tmp_path / "tasks.wq", retry=weclaw.RetryPolicy(max_retries=0)) as q:
+        q.put("dead")
+        q.get().nack()
+        before = sorted(os.listdir(tmp_path))
+        assert q.dlq.export(tmp_path / "link") == 1
+        with pytest.raises(weclaw.StorageError, match="can't be written") as caught:
+            q.dlq.export(tmp_path / "nowhere" / "letters.jsonl")
+        assert "nowhere" in str(caught.value)
+        assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "letters.jsonl.part").read_text() == "mine"
+    assert '"body": "dead"' in (tmp_path / "letters.jsonl").read_text()
+
+
+def test_a_path_that_leads_nowhere_is_said_in_our_words(tmp_path):
+    """Links in a circle and names that are too long are `StorageError`; nothing is made."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for path in (loop, tmp_path / ("n" * 300)):
+        for options in ({}, {"replica": str(tmp_path / "copy.wq")}):
+            with pytest.raises(weclaw.StorageError, match="nothing was made; check the path"):
+                weclaw.Queue(path, **options)
+    with pytest.raises(weclaw.StorageError, match=r"the folder .* does not exist"):
+        weclaw.Queue(tmp_path / "nowhere" / "tasks.wq", replica=str(tmp_path / "copy.wq"))
+    assert os.listdir(tmp_path) == ["loop"]
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path):

@@ -370,7 +370,7 @@ def export(
             if out == "-":
                 number = stream_letters(letters, sys.stdout, form)
                 return
-            number = write_letters(letters, out, form)
+            number = write_letters(letters, out, form, file)
     if as_json:
         common.print_json({"exported": number, "path": out})
     else:
