@@ -307,7 +307,7 @@ class Replication:
         while link is not None and not self._is_over():
             if words[OPTIONS_SEQ] != self._options_seq:
                 self._look_where()
-            if words[COMMIT] > link.acked or words[ANNOUNCED] > link.head:
+            if self._is_behind(link) or words[ANNOUNCED] > link.head:
                 with self._round:
                     self._do_round(time.monotonic() + _ROUND_S)
                 self._wake(0)
@@ -322,6 +322,13 @@ class Replication:
                 self._sleep(pipe, link)
             link = self._link
         return served
+
+    def _is_behind(self, link: Link) -> bool:
+        """Whether there is something to send, or to say: the feeder before may have died, or Ctrl-C
+        have come, between what the receiver confirmed and `_publish`.
+        """
+        words = self._page.words
+        return words[COMMIT] > min(link.acked, words[REPLICATED])
 
     def _is_over(self) -> bool:
         words = self._page.words
@@ -344,7 +351,7 @@ class Replication:
         with engine._lock:
             try:
                 _files.lock(engine.fd, WRITE, True)
-                if words[COMMIT] > link.acked:
+                if self._is_behind(link):
                     return
                 words[FEEDER_SLEEPS] = engine.slot + 1
             finally:
