@@ -23,6 +23,10 @@ if str(ROOT) not in sys.path:
 if importlib.util.find_spec("weclaw_embedded") is None:
     sys.path.insert(0, str(ROOT / "src"))
 
+# A shell that starts a job in the background has it ignore Ctrl-C, and its children inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 #: A test that runs longer hangs. The slow ones get ten times as long.
 ALARM_S = 90
 

@@ -44,12 +44,14 @@ def consume_one(pipe, path):
 @contextmanager
 def waiting(q: weclaw.Queue, *children: Child) -> Iterator[None]:
     """All these children wait for a message."""
-    for child in children:
-        assert child.hear() == "open"
-    eventually(lambda: marked(q) == len(children))
-    yield
-    for child in children:
-        child.close()
+    try:
+        for child in children:
+            assert child.hear() == "open"
+        eventually(lambda: marked(q) == len(children))
+        yield
+    finally:
+        for child in children:
+            child.close()
 
 
 def test_a_put_wakes_one_process_and_leaves_the_other_asleep(path: Path) -> None:

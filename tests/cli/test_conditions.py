@@ -197,7 +197,7 @@ def test_on_a_file_at_work(busy: Path, ctl: Any, js: Any) -> None:
         assert status == 0, (words, err)
         if words[0] in ("pause", "dlq purge"):
             kill_letters(busy, 1)
-    assert js("peek", busy, "--leased") != []
+    until(lambda: js("peek", busy, "--leased"))
     found = js("stats", busy)
     until(lambda: js("stats", busy)["settled"] > found["settled"])
     assert ctl(*command(CHANGING[-1], busy))[0] == 0
