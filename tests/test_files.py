@@ -398,3 +398,28 @@ def test_the_tree_is_drawn_as_it_is() -> None:
         assert issubclass(getattr(errors, name), errors.StorageError)
         assert issubclass(getattr(errors, name), errors.SendFailedError)
     assert errors.__all__ == sorted(errors.__all__)
+
+
+CHOICES = ["signal.SIG_IGN", "signal.SIG_DFL", "lambda *_: os._exit(1)"]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["ignored", "default", "handled"])
+def test_a_pipe_that_nobody_reads_is_an_error_and_no_signal(choice: str) -> None:
+    """Whatever the program chose for SIGPIPE; and what it blocks is as before."""
+    code = f"""
+import os, signal
+from weclaw_embedded import _files
+signal.signal(signal.SIGPIPE, {choice})
+source, pipe = os.pipe()
+assert _files.write_pipe(pipe, b"abc") == 3
+os.close(source)
+for _ in range(3):
+    try:
+        _files.write_pipe(pipe, b"abc")
+    except BrokenPipeError:
+        print("an error")
+assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+assert not signal.sigpending()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "an error\n" * 3), done.stderr

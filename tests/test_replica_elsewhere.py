@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.processes import SOURCE
+from tests.helpers.processes import SOURCE, Child
 from tests.replica_tools import bodies, command, eventually, level, receivers, same, send_signal
 
 import weclaw_embedded as weclaw
@@ -179,3 +179,24 @@ def test_what_a_command_has_started_itself_is_not_left_behind(
     q.close()
     assert time.monotonic() - began < 15
     eventually(lambda: all(gone(pid) for pid in pids))
+
+
+def put_where_a_broken_pipe_kills(pipe, path, copy):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    q = weclaw.Queue(path, codec="raw", replica=copy, replica_timeout=30.0)
+    pipe.send(q.put(b"small"))
+    pipe.recv()
+    pipe.send(q.put(bytes(8 << 20)))  # far more than a pipe holds
+
+
+def test_a_receiver_that_dies_takes_nobody_with_it(path: Path, copy: Path) -> None:
+    """Not even a program that gave SIGPIPE its deadly meaning back: it is an error like others."""
+    with Child(put_where_a_broken_pipe_kills, str(path), str(copy)) as child:
+        child.hear()
+        pid = send_signal(copy, signal.SIGSTOP)
+        child.say("more than it takes")
+        eventually(lambda: path.stat().st_size > 8 << 20)
+        os.kill(pid, signal.SIGKILL)
+        assert child.hear()
+        assert child.end() == []
+    same(path, copy)

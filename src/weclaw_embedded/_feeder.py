@@ -147,7 +147,7 @@ class Channel:
         unsent = self._unsent
         try:
             while unsent:
-                unsent = unsent[os.write(self.in_fd, unsent) :]
+                unsent = unsent[_files.write_pipe(self.in_fd, unsent) :]
                 self.moved_s = time.monotonic()
         except BlockingIOError:
             self._unsent = unsent

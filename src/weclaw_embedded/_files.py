@@ -30,6 +30,7 @@ import os
 import re
 import resource
 import secrets
+import signal
 import stat
 import struct
 import sys
@@ -505,6 +506,25 @@ def make_fifo(path: str, mode: int = 0o600) -> None:
     """Make a named pipe with exactly this mode."""
     os.mkfifo(path, mode)
     os.chmod(path, mode)
+
+
+def write_pipe(fd: int, data: Bytes) -> int:
+    """Write as much as goes, once. When nobody reads any more that is BrokenPipeError and no
+    signal, whatever the program has chosen for SIGPIPE.
+    """
+    if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python begins
+        return os.write(fd, data)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
+        return os.write(fd, data)
+    except BrokenPipeError:
+        # It came for this thread and waits: it must be gone before it is let through again.
+        if signal.SIGPIPE in signal.sigpending():
+            signal.sigwait((signal.SIGPIPE,))
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def match_owner_and_mode(path: str, like_fd: int) -> None:

@@ -227,7 +227,7 @@ class Waker:
     @staticmethod
     def _write(fd: int, kind: bytes) -> bool:
         try:
-            os.write(fd, kind)
+            _files.write_pipe(fd, kind)
         except BlockingIOError:
             return True  # the pipe is full of pokes: it will wake anyway
         except OSError:
