@@ -132,6 +132,14 @@ class Ask(Change):
             total += live * (topic.put_bytes // topic.puts + extra)
         return total
 
+    def count_without_row(self) -> int:
+        """Return how many messages stand in position queues alone, counted for each group."""
+        return sum(
+            self.ready_count(group) - group.n_back - group.n_suspect
+            for topic in self.topics()
+            for group in self.groups(topic.tid) or [self.template(topic.tid)]
+        )
+
     def move_due(self, group: GroupState, now_us: int) -> int:
         """Make ready what waited until now; return how many messages that are."""
         if not group.n_wait:

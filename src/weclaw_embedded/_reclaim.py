@@ -40,14 +40,21 @@ _SETTLING_BYTES: Final = 160
 # log and in the index: 130 + 40 bytes for an ack with a small result, 220 + 230 for a dead letter
 # with a reason of 30 characters.
 _RESERVED_BYTES: Final = 512
+# And so that it may fail as often as the default policy lets it, each time with a reason of 80
+# characters: 740 in the log and 1 000 in the index. Not for more than so much together, because
+# what is held is taken from others, and not all of a long backlog fails.
+_RETRY_BYTES: Final = 1536
+_MOST_FOR_RETRIES: Final = 128 << 20
 # A file system is short that has less than this beside what would have to be held.
 _SHORT_BYTES: Final = 256 << 20
 # A group that has taken nothing for so long is not about to take the oldest.
 _STALLED_S: Final = 5.0
 _FEW_GROUPS: Final = 100
+# How many messages are looked at to know what carrying them all takes.
+_SAMPLES: Final = 16
 # What a CARRY says besides the message, and what is around it.
 _CARRIED_BYTES: Final = 200 + ENVELOPE_BYTES + PART_BYTES
-_INDEXED_BYTES: Final = 256  # and what it takes in the index, in each group
+_INDEXED_BYTES: Final = 256  # and what one that has no row yet takes in the index, in each group
 
 
 def step(session: Session, force: bool) -> float | None:
@@ -73,7 +80,7 @@ def step(session: Session, force: bool) -> float | None:
     live = tx.live_in(start, (segment + 1) << log.bits)
     if live and tx.has_ready(start, (segment + 1) << log.bits):
         # What will be taken soon is not worth carrying; what nobody takes is.
-        if words[RESERVE] and _pays(session, tx):
+        if words[RESERVE] and _pays(session, tx, live):
             pass  # most of what is kept says what is over by now
         elif force:
             few = len(live) * (_average(tx) + _CARRIED_BYTES) < log.segment_bytes // 4
@@ -97,18 +104,33 @@ def step(session: Session, force: bool) -> float | None:
     return 0.0
 
 
-def _pays(session: Session, tx: Tx) -> bool:
+def _pays(session: Session, tx: Tx, live: list[int]) -> bool:
     """On a disk that is short: whether carrying all that lives frees much, and fits meanwhile."""
     log = session.log
     kept_bytes = log.pending_tail - log.head_offset
     plain_bytes = tx.live_bytes(ENVELOPE_BYTES + PART_BYTES)
+    carried_bytes = tx.live_bytes(_told_bytes(session, tx, live))
     # The index takes its part of the same disk, and never shrinks.
-    extra_bytes = _CARRIED_BYTES + _INDEXED_BYTES * max(1, len(tx.groups()))
-    carried_bytes = tx.live_bytes(extra_bytes)
+    indexed_bytes = tx.count_without_row() * _INDEXED_BYTES
     return (
-        carried_bytes + 2 * log.segment_bytes < kept_bytes * 2 // 3
-        and carried_bytes - plain_bytes < _room_bytes(log)
+        carried_bytes + indexed_bytes + 2 * log.segment_bytes < kept_bytes * 2 // 3
+        and carried_bytes - plain_bytes + indexed_bytes < _room_bytes(log)
     )
+
+
+def _told_bytes(session: Session, tx: Tx, live: list[int]) -> int:
+    """Bytes that a carried message takes more than it was put with, as some of those that would
+    come first do: the history of what failed often is longer than many a message.
+    """
+    told = []
+    for offset in live[:: len(live) // _SAMPLES + 1]:
+        with contextlib.suppress(CorruptError):
+            record, time_us = session.engine.put_and_time(place(session, offset)[0])
+            put = bytes(record)
+            carry = _carry(session, tx, offset, put, time_us)
+            told.append(sum(map(len, carry)) - len(put))
+    most = sum(told) // len(told) if told else 0
+    return max(_CARRIED_BYTES, most + ENVELOPE_BYTES + PART_BYTES)
 
 
 def _room_bytes(log: Log) -> int:
@@ -181,22 +203,24 @@ def _carries(
     few = n_bytes <= most and len(live) <= _MAX_CARRIED
     if force and n_bytes > _room_bytes(log):
         return None
-    if not few and is_tight and not _pays(session, tx):
+    if not few and is_tight and not _pays(session, tx, live):
         return None
-    if not few and tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2:
+    if not (few or is_tight) and tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2:
         return None
-    return [
-        _records.pack_carry(
-            tx.carried_state(
-                offset,
-                put=put,
-                salt=place(session, offset)[1],
-                time_us=time_us,
-                result=lambda gid, location: engine.result_bytes(location, gid),
-            )
+    return [_carry(session, tx, offset, put, time_us) for offset, put, time_us in puts]
+
+
+def _carry(session: Session, tx: Tx, offset: int, put: bytes, time_us: int) -> _records.Record:
+    engine = session.engine
+    return _records.pack_carry(
+        tx.carried_state(
+            offset,
+            put=put,
+            salt=place(session, offset)[1],
+            time_us=time_us,
+            result=lambda gid, location: engine.result_bytes(location, gid),
         )
-        for offset, put, time_us in puts
-    ]
+    )
 
 
 def maintain(engine: Engine, *, busy: bool = False) -> float | None:
@@ -265,11 +289,13 @@ def _reserved_bytes(session: Session) -> tuple[int, int]:
         groups = tx.groups(topic.tid) or [tx.template(topic.tid)]
         most_groups = max(most_groups, len(groups))
         waiting += sum(waiting_in(tx, group) + group.n_leased for group in groups)
-    need = waiting * _RESERVED_BYTES
+    for_retries = min(waiting * _RETRY_BYTES, _MOST_FOR_RETRIES)
+    need = waiting * _RESERVED_BYTES + for_retries
+    each = _RESERVED_BYTES + (_RETRY_BYTES if for_retries < _MOST_FOR_RETRIES else 0)
     limit = session.option("max_bytes")
     if limit is not None:
         need = min(need, max(0, limit - session.log.bytes_used()))
-    return max(1, need), most_groups * _RESERVED_BYTES
+    return max(1, need), most_groups * each
 
 
 def make_room(engine: Engine) -> bool:
