@@ -339,46 +339,38 @@ def test_closing_ends_what_waits(path):
 
 
 def test_the_loop_never_waits_for_the_disk(path, monkeypatch):
-    """With syncs of 50 ms the loop is not held up, and 64 puts at once share a few of them."""
+    """While a sync hangs the loop turns, takes, settles and hands back; 64 puts share a few."""
     syncs = []
+    goes_on = threading.Event()
     real = _files.sync_data
 
-    def slow(fd):
-        assert threading.current_thread() is not threading.main_thread()
-        syncs.append(fd)
-        time.sleep(0.05)
+    def hang(fd):
+        syncs.append(threading.get_ident())
+        # Only the loop lets it go on: a loop that waited for the disk would wait in vain.
+        assert goes_on.wait(30), "the loop stood still"
         real(fd)
 
     async def main():
         q = weclaw.AsyncQueue(path)
-        await q.put("x")
-        monkeypatch.setattr(_files, "sync_data", slow)
-        longest = 0.0
-
-        async def watch():
-            nonlocal longest
-            while True:
-                before = time.perf_counter()
-                await asyncio.sleep(0)
-                longest = max(longest, time.perf_counter() - before)
-
-        watching = asyncio.create_task(watch())
-        started = time.perf_counter()
-        await asyncio.gather(*(q.put(i) for i in range(64)))
-        took = time.perf_counter() - started
-        msg = await q.get()  # needs no sync: not held up by those under way
-        put = asyncio.create_task(q.put("more"))
-        await asyncio.sleep(0.01)
-        before = time.perf_counter()
-        msg.ack()
-        (await q.get()).nack()
-        assert time.perf_counter() - before < 0.04
-        await put
-        watching.cancel()
-        monkeypatch.setattr(_files, "sync_data", real)
-        assert took < 0.3
+        await q.put("a")
+        await q.put("b")
+        monkeypatch.setattr(_files, "sync_data", hang)
+        puts = [asyncio.create_task(q.put(i)) for i in range(64)]
+        while not syncs:
+            await asyncio.sleep(0)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        (await q.get()).ack()  # none of these needs a sync
+        msg = await q.get()
+        msg.extend()
+        msg.nack()
+        assert not any(put.done() for put in puts)
+        assert len(syncs) == 1
+        goes_on.set()
+        await asyncio.gather(*puts)
         assert len(syncs) < 10
-        assert longest < 0.04
+        assert threading.get_ident() not in syncs
+        monkeypatch.setattr(_files, "sync_data", real)
         await q.close()
 
     run(main())
@@ -475,8 +467,9 @@ def test_a_waiting_get_notices_the_death_of_a_holder(path):
                 assert not get.done()
                 child.kill()
                 started = time.monotonic()
-                msg = await asyncio.wait_for(get, 5)
-                assert time.monotonic() - started < 0.6
+                msg = await asyncio.wait_for(get, 20)
+                # Half a second is the promise; the rest is for a busy machine.
+                assert time.monotonic() - started < 5
                 assert (msg.crash_count, msg.delivery_count) == (1, 2)
 
     run(main())

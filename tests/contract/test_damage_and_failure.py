@@ -520,11 +520,12 @@ def test_a_slow_sync_holds_up_only_who_waits_for_it(path, monkeypatch):
     from weclaw_embedded import _files
 
     real = _files.sync_data
-    slow = threading.Event()
+    slow, begun, goes_on = threading.Event(), threading.Event(), threading.Event()
 
     def sync_data(fd):
         if slow.is_set():
-            time.sleep(1.5)
+            begun.set()
+            goes_on.wait(60)
         return real(fd)
 
     monkeypatch.setattr(_files, "sync_data", sync_data)
@@ -534,12 +535,13 @@ def test_a_slow_sync_holds_up_only_who_waits_for_it(path, monkeypatch):
         slow.set()
         thread = threading.Thread(target=lambda: q.put("slow"))
         thread.start()
-        time.sleep(0.2)
+        assert begun.wait(20)
         child.say("go")
-        took = child.hear()
-        thread.join()
+        child.hear(timeout=30.0)  # it is done with all of it while the sync hangs
+        assert thread.is_alive()
         slow.clear()
-        assert took < 1.0
+        goes_on.set()
+        thread.join()
         child.end()
         eventually(lambda: drain(q) or q.empty())
 
@@ -548,11 +550,10 @@ def work_quickly(pipe, path):
     q = weclaw.Queue(path, flush="sync")
     pipe.send("open")
     pipe.recv()
-    begun = time.monotonic()
     for n in range(5):
         q.put(n)
     q.get().ack()
-    pipe.send(time.monotonic() - begun)
+    pipe.send("done")
     q.close()
 
 

@@ -14,6 +14,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _clock, _engine
 
 UTC = datetime.timezone.utc
 
@@ -152,13 +153,13 @@ def test_closing_ends_a_waiting_get(path):
 def test_nack_counts_and_waits(open_queue):
     """A nack adds a retry and waits as the policy says: backoff, times multiplier, at most max."""
     q = open_queue(
-        retry=weclaw.RetryPolicy(max_retries=4, backoff=0.2, multiplier=3.0, max_backoff=0.4)
+        retry=weclaw.RetryPolicy(max_retries=4, backoff=0.2, multiplier=2000.0, max_backoff=0.4)
     )
     task = q.put("x")
     gaps = []
     begun = time.monotonic()
     for retry in range(5):
-        msg = q.get(timeout=5.0)
+        msg = q.get(timeout=30.0)
         gaps.append(time.monotonic() - begun)
         assert (msg.retry_count, msg.delivery_count) == (retry, retry + 1)
         begun = time.monotonic()
@@ -171,32 +172,35 @@ def test_nack_counts_and_waits(open_queue):
     assert [f.reason for f in letter.failures] == [f"failure {n}" for n in range(5)]
     assert [f[1] for f in letter.failures] == [f.reason for f in letter.failures]
     for gap, wanted in zip(gaps[1:], (0.2, 0.4, 0.4, 0.4), strict=True):
-        assert wanted <= gap < wanted + 1.3  # the third would be 1.8 without the limit
+        assert gap >= wanted  # without the limit the second would be 400
 
 
-def test_nack_with_a_backoff_of_its_own(q):
-    """`nack(backoff=…)` waits that long."""
+def test_nack_with_a_backoff_of_its_own(open_queue):
+    """`nack(backoff=…)` waits that long, whatever the policy says."""
+    q = open_queue(retry=weclaw.RetryPolicy(backoff=60.0))
     q.put("x")
-    q.get().nack(backoff=0.5)
+    msg = q.get()
     begun = time.monotonic()
-    assert q.get(timeout=5.0).retry_count == 1
-    assert 0.45 <= time.monotonic() - begun < 1.5
+    msg.nack(backoff=0.5)
+    assert q.get(timeout=30.0).retry_count == 1
+    assert time.monotonic() - begun >= 0.5
 
 
-def test_jitter_stays_within_its_share(open_queue):
-    """With jitter 0.5 a wait of 0.2 s is 0.1 to 0.3 s."""
-    q = open_queue(retry=weclaw.RetryPolicy(max_retries=100, backoff=0.2, jitter=0.5))
+def test_jitter_stays_within_its_share(open_queue, monkeypatch):
+    """With jitter 0.5 a wait of 200 s is 100 to 300 s, by the clock of the queue."""
+    q = open_queue(retry=weclaw.RetryPolicy(backoff=200.0, max_backoff=200.0, jitter=0.5))
     q.put_many(list(range(40)))
-    begun = time.monotonic()
+    now_us = _clock.boottime_us()
+    monkeypatch.setattr(_clock, "boottime_us", lambda: now_us)
     for msg in q.get_many(40):
         msg.nack()
-    done = time.monotonic()
-    first = q.get(timeout=5.0)
-    assert time.monotonic() - begun >= 0.1
-    first.ack()
-    for _ in range(39):
-        q.get(timeout=5.0).ack()
-    assert time.monotonic() - done < 0.3 + 1.0
+    n_ready = []
+    for waited_s in (99, 200, 301):
+        monkeypatch.setattr(_clock, "boottime_us", lambda s=waited_s: now_us + s * 10**6)
+        n_ready.append(q.stats().ready)
+    assert n_ready[0] == 0
+    assert 0 < n_ready[1] < 40  # a wait is 100 to 200 s as often as 200 to 300
+    assert n_ready[2] == 40
 
 
 def test_settled_inside_with_is_left_alone(q):
@@ -289,8 +293,8 @@ def test_a_lapsed_lease_counts_as_a_failure(open_queue):
     task = q.put("x")
     begun = time.monotonic()
     q.get()
-    msg = q.get(timeout=5.0)
-    assert 0.58 <= time.monotonic() - begun < 2.0
+    msg = q.get(timeout=30.0)
+    assert time.monotonic() - begun >= 0.59
     assert (msg.retry_count, msg.delivery_count, msg.crash_count) == (1, 2, 0)
     eventually(lambda: q.status(task) == "dead")
     with pytest.raises(weclaw.LeaseLostError):
@@ -494,10 +498,10 @@ def test_pause_is_seen_by_all_and_kept(path, open_queue):
 def test_a_pause_ends_by_itself(q):
     """After its seconds a pause is over, and a waiting `get` wakes."""
     q.put("x")
-    q.pause(0.5)
     begun = time.monotonic()
-    q.get(timeout=5.0).ack()
-    assert 0.49 <= time.monotonic() - begun < 2.0
+    q.pause(0.5)
+    q.get(timeout=30.0).ack()
+    assert time.monotonic() - begun >= 0.49
 
 
 def test_a_pause_leaves_other_groups_alone(open_store):
@@ -626,28 +630,40 @@ def wait_for_one(pipe, path):
     q.close()
 
 
+def wait_without_looking(pipe, path):
+    """Get what comes, and do not look for the dead now and then while waiting."""
+    from weclaw_embedded import _engine
+
+    _engine.DEATH_CHECK_S = 3600.0
+    q = weclaw.Queue(path)
+    pipe.send("waiting")
+    for _ in range(20):
+        msg = q.get()
+        pipe.send(msg.body)
+        msg.ack()
+    q.close()
+
+
 def test_get_wakes_for_a_put_of_another_process(path, open_queue):
-    """A waiting `get` wakes for a put of another process, far sooner than a poll would."""
+    """A waiting `get` is woken by a put of another process; it comes upon none by looking."""
     q = open_queue()
-    with Child(wait_for_one, path) as child:
+    with Child(wait_without_looking, path) as child:
         child.hear()
-        waits = []
         for n in range(20):
-            time.sleep(0.05)
-            before = time.time()
+            time.sleep(0.05)  # so that it waits again; if it does not yet, the put is found at once
             q.put(n)
-            body, at = child.hear()
-            assert body == n
-            waits.append(at - before)
-        # Milliseconds are promised; half of them must be, whatever else the machine does.
-        assert sorted(waits)[10] < 0.05
+            assert child.hear(timeout=30.0) == n
+        child.end()
 
 
 @pytest.mark.parametrize(
     "event", ["delay", "nack", "release", "resume", "redrive", "replay", "lapse"]
 )
-def test_get_wakes_for_everything_that_makes_ready(open_queue, event):
-    """A waiting `get` wakes for whatever makes a message ready, in another handle."""
+def test_get_wakes_for_everything_that_makes_ready(open_queue, event, monkeypatch):
+    """A waiting `get` wakes for whatever makes a message ready, in another handle, though it looks
+    for nothing while it waits.
+    """
+    monkeypatch.setattr(_engine, "DEATH_CHECK_S", 3600.0)
     q = open_queue(retry=NO_WAIT)
     other = open_queue(retry=NO_WAIT)
     if event != "delay":
@@ -664,11 +680,10 @@ def test_get_wakes_for_everything_that_makes_ready(open_queue, event):
     if event == "lapse":
         q.get(visibility_timeout=1.0)
     got = []
-    waiter = threading.Thread(target=lambda: got.append((other.get(timeout=20), time.monotonic())))
+    waiter = threading.Thread(target=lambda: got.append(other.get(timeout=20)))
     waiter.start()
     time.sleep(0.3)
     assert got == []
-    begun = time.monotonic()
     {
         "delay": lambda: q.put("x", delay=0.2),
         "nack": lambda: msg.nack(backoff=0),
@@ -679,9 +694,7 @@ def test_get_wakes_for_everything_that_makes_ready(open_queue, event):
         "lapse": lambda: None,
     }[event]()
     waiter.join()
-    assert got[0][0].body == "x"
-    # Milliseconds are promised; the rest is for a busy machine, and far from any timeout.
-    assert got[0][1] - begun < 1.5
+    assert got[0].body == "x"
 
 
 def test_ctrl_c_interrupts_a_waiting_get_and_nothing_is_lost(path, open_queue):
@@ -692,8 +705,9 @@ def test_ctrl_c_interrupts_a_waiting_get_and_nothing_is_lost(path, open_queue):
         time.sleep(0.2)
         child.signal(signal.SIGINT)
         begun = time.monotonic()
-        assert child.hear(timeout=10.0) == "interrupted"
-        assert time.monotonic() - begun < 1.5
+        assert child.hear(timeout=20.0) == "interrupted"
+        # A second is the promise; the rest is for a busy machine.
+        assert time.monotonic() - begun < 8.0
         child.end()
     q.put("x")
     assert drain(q) == ["x"]
@@ -751,8 +765,9 @@ def test_ctrl_c_interrupts_a_put_that_waits_for_room(path, open_queue):
         time.sleep(0.2)
         child.signal(signal.SIGINT)
         begun = time.monotonic()
-        assert child.hear(timeout=10.0) == "interrupted"
-        assert time.monotonic() - begun < 1.5
+        assert child.hear(timeout=20.0) == "interrupted"
+        # A second is the promise; the rest is for a busy machine.
+        assert time.monotonic() - begun < 8.0
         child.end()
     assert drain(open_queue()) == ["a"]
 
