@@ -162,6 +162,29 @@ def test_a_handler_past_its_time_has_failed(open_queue, awaits):
         eventually(lambda: cancelled)
 
 
+@pytest.mark.parametrize("kind", [weclaw.Queue, weclaw.AsyncQueue])
+def test_what_a_worker_logs_names_topic_group_and_file(path, caplog, kind):
+    """Failures and pauses are told with where they were, whatever the worker was given."""
+    caplog.set_level(logging.WARNING, "weclaw_embedded")
+    with weclaw.Queue(path, "jobs", group="gpu", retry=NO_WAIT) as q:
+        q.put("x")
+        given = q if kind is weclaw.Queue else weclaw.AsyncQueue(path, "jobs", group="gpu")
+
+        def handler(msg):
+            raise RuntimeError("the model is down")
+
+        with Running(given, handler, pause_after=1, pause_for=600.0):
+            eventually(lambda: "is paused" in caplog.text)
+        if kind is weclaw.AsyncQueue:
+            asyncio.run(given.close())
+    where = f"topic 'jobs', group 'gpu', of {path}"
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"{where} is paused for 600 s: 1 failures in a row" in next(
+        line for line in lines if "is paused" in line
+    )
+    assert any(f"of {where} failed: RuntimeError: the model is down" in line for line in lines)
+
+
 def test_failures_in_a_row_pause_the_queue(open_queue, monkeypatch):
     """After `pause_after` of them nobody gets anything for `pause_for`; a success begins anew."""
     q = open_queue(retry=weclaw.RetryPolicy(max_retries=100, backoff=0))

@@ -243,7 +243,7 @@ class Worker:
                 return  # whoever closed the queue wants no more of it
             except DiskFullError as error:
                 # What is held still is; its lease runs out, and by then there may be room.
-                logger.warning("%r: %s", self._queue, error)
+                logger.warning("%s: %s", self._name(), error)
                 await asyncio.sleep(_PATIENCE_S)
 
     async def _next(self, told: asyncio.Future[None]) -> AsyncMessage | None:
@@ -313,17 +313,22 @@ class Worker:
         self.failed += 1
         self._in_a_row += 1
         logger.warning(
-            "message %s of %r failed: %s",
+            "message %s of %s failed: %s",
             msg.id,
-            self._queue.topic,
+            self._name(),
             describe(error),
             exc_info=error,
         )
         if self._pause_after and self._in_a_row >= self._pause_after and self._pause_for_s:
             n, self._in_a_row = self._in_a_row, 0
             reason = f"{n} failures in a row, the last: {describe(error)}"
-            logger.error("%r is paused for %g s: %s", self._queue, self._pause_for_s, reason)
+            logger.error("%s is paused for %g s: %s", self._name(), self._pause_for_s, reason)
             await self._queue.pause(self._pause_for_s, reason)
+
+    def _name(self) -> str:
+        """The queue as a person knows it who reads the log."""
+        queue = self._queue
+        return f"topic {queue.topic!r}, group {queue.group!r}, of {queue._queue._store.path}"
 
 
 class _Run:
