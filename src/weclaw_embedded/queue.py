@@ -58,6 +58,8 @@ logger = logging.getLogger("weclaw_embedded")
 MAX_ID_BYTES: Final = 1024
 MAX_KEY_BYTES: Final = 65536
 _REPLAY_BATCH: Final = 50_000
+# So far apart is told how far a replay has read.
+_REPLAY_TOLD_BYTES: Final = 1 << 20
 # A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
 _LONGEST_SLEEP_S: Final = 60.0
 _LOOK_FOR_ROOM_S: Final = 0.5
@@ -866,6 +868,7 @@ class Queue:
         log = engine.log
         begin = log.head_offset if start is None else log.boundary_before(start)
         end = engine.page.words[0]
+        told = begin
         if seen is not None:
             seen(0, max(1, end - begin))
         for frame in log.frames(begin, end, on_damage=_ignore):
@@ -879,8 +882,10 @@ class Queue:
             if len(batch) >= _REPLAY_BATCH:
                 done += self._replay_batch(batch)
                 batch = {}
-                if seen is not None:
-                    seen(frame[0] - begin, end - begin)
+            # By what was read, too: what is to flow again may all be at the end.
+            if seen is not None and frame[0] >= told + _REPLAY_TOLD_BYTES:
+                told = frame[0]
+                seen(told - begin, end - begin)
         return done + self._replay_batch(batch)
 
     def _replay_batch(self, batch: dict[int, _queries.Candidate]) -> int:
