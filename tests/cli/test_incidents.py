@@ -108,9 +108,12 @@ def test_a_handler_that_hangs_is_a_failed_delivery(
 
 
 @pytest.mark.crash
-def test_a_disk_that_fills_up(disk: Path, ctl: Any) -> None:
+def test_a_disk_that_fills_up(
+    disk: Path, tmp_path_factory: pytest.TempPathFactory, ctl: Any
+) -> None:
     """Taking and settling go on, and each way out of the page makes room in the same process."""
     page = Section("Incident: the disk fills up", ctl)
+    elsewhere = tmp_path_factory.mktemp("another disk")
     with weclaw.open(disk / "tasks.wq", retention=0) as store:
         q = store.queue()
         mails = store.queue("mails")
@@ -142,8 +145,15 @@ def test_a_disk_that_fills_up(disk: Path, ctl: Any) -> None:
         while (left := q.stats()).ready:
             q.get(timeout=5).fail("bad input")
         assert not _fits(q)
-        page.run("weclawctl dlq export tasks.wq letters.jsonl", 1)  # there is no room for it here
+        status, _, err = ctl("dlq", "export", "tasks.wq", "letters.jsonl")  # no room for it here
+        assert status == 1
+        assert re.fullmatch(r"weclawctl: letters.jsonl can't be written: No space .*; choose another.*\n", err)
         assert not (disk / "letters.jsonl.part").exists()
+        there = "/other/disk/letters.jsonl"
+        page.run(
+            f"weclawctl dlq export tasks.wq {there}", **{there: str(elsewhere / "letters.jsonl")}
+        )
+        assert (elsewhere / "letters.jsonl").read_text("utf-8").count('"bad input"') >= 1
         page.run("weclawctl dlq purge tasks.wq", 0, "--yes")
         until(lambda: _fits(q))
 
