@@ -1,14 +1,16 @@
 """What an operator asks of an open file, beyond what a program needs: every topic, every result
-kept, who holds what and since when, which deaths there were, what arrives, whether a copy is one.
+kept, who holds what and for how long, which deaths there were, what arrives, whether a copy is one;
+and how far it is with what takes long.
 
-Role: read only, for the command line. Answers come from the index under the lock, bodies from the
-log after it was given back. Nothing here is promised to users under these names.
+Role: for the command line. What changes something is a public method, here with its progress; the
+rest only reads. Answers come from the index under the lock, bodies from the log after it was given
+back. Nothing here is promised to users under these names.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -52,6 +54,15 @@ def pauses(store: Store) -> dict[tuple[str, str], tuple[float, str]]:
             for group in session.tx.groups(None)
             if group.paused_until_us > session.now_us
         }
+
+    return store._run(look)
+
+
+def replica_of(store: Store) -> str | Sequence[str] | None:
+    """Where the file has its replica, as it records it: a path, a command, None without one."""
+
+    def look(session: Session) -> str | Sequence[str] | None:
+        return session.options().get("replica") or None
 
     return store._run(look)
 

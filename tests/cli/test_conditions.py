@@ -53,6 +53,22 @@ CHANGING: list[tuple[str, ...]] = [
 ]
 
 
+def test_what_cannot_be_written_says_what_works(tmp_path: Path, ctl: Any) -> None:
+    """One line with the next step, also where it is not the queue that is opened."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    with weclaw.Queue(folder / "t.wq", replica=str(folder / "copy.wq")) as q:
+        q.put(1)
+    with read_only(folder, tmp_path / "there") as there:
+        status, _, err = ctl("promote", there / "copy.wq", "--yes")
+        assert (status, len(err.splitlines())) == (1, 1)
+        assert "can't be written (Read-only file system)" in err
+        assert "what only looks" in err
+        status, _, err = ctl("bench", there / "t.wq", "-n", 100)
+        assert (status, len(err.splitlines())) == (1, 1)
+        assert "name a FILE in a folder that can" in err
+
+
 def name_of(words: tuple[str, ...]) -> str:
     return " ".join(words)
 

@@ -102,10 +102,10 @@ def test_a_command_as_replica(file: Path, copy: Path, js: Any) -> None:
     assert "no copy there" in [one["value"] for one in found if one["check"] == "node"][1]
 
 
-def test_health_says_who_is_alive(file: Path, copy: Path, ctl: Any) -> None:
+def test_health_says_which_file_is_in_use(file: Path, copy: Path, ctl: Any) -> None:
     """Also for people, in a line for each of the two."""
     with weclaw.Queue(file, replica=str(copy)) as q:
         q.put(1)
-        assert "primary, epoch 1, alive" in ctl("health", file)[1]
-        assert "copy, epoch 1, alive" in ctl("health", file)[1]
-    assert "copy, epoch 1, not alive" in ctl("health", file)[1]
+        assert "primary, epoch 1, in use" in ctl("health", file)[1]
+        assert "copy, epoch 1, in use" in ctl("health", file)[1]
+    assert "copy, epoch 1, not in use" in ctl("health", file)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import urllib.request
@@ -72,6 +73,42 @@ def test_top_on_a_screen(file: Path) -> None:
     assert len(screen.text.splitlines()) <= 24
     assert max(map(cell_len, screen.text.splitlines())) <= 80, screen.text
     assert "Traceback" not in screen.text
+
+
+def test_top_says_who_is_paused_and_tells_long_names_apart(file: Path) -> None:
+    """In 80 columns both ends of a topic and of a group are there, and the pause has its reason."""
+    with weclaw.open(file) as store:
+        for n in (1, 2):
+            store.queue(
+                f"a topic with a long name, number {n}",
+                group="workers of one kind",
+                start="earliest",
+            ).put(n)
+        store.queue("mails", group="senders").pause(3600, "provider is down " * 10)
+    with Terminal("top", file, "--interval", "0.1", "-n", 1) as screen:
+        assert screen.end() == 0
+        text = screen.text
+    for n in (1, 2):
+        assert re.search(rf"a top…er {n}/work…kind", text), text
+    assert "mails/senders is paused for 60 m more: provider is down" in text
+    assert max(map(cell_len, text.splitlines())) <= 80, text
+
+
+@pytest.mark.parametrize(
+    "text", ["short", "a topic whose name is long", "写一份关于季度销售的报告"]
+)
+@pytest.mark.parametrize("width", [5, 9, 10])
+def test_the_middle_of_a_long_name_is_left_out(text: str, width: int) -> None:
+    """What is left fits, and has both ends."""
+    from weclaw_embedded.cli._screen import middle
+
+    found = middle(text, width)
+    assert cell_len(found) <= width
+    if found != text:
+        begin, end = found.split("…")
+        assert text.startswith(begin)
+        assert end
+        assert text.endswith(end)
 
 
 # tail
@@ -264,6 +301,29 @@ def test_a_progress_bar_on_a_terminal_and_none_in_a_pipe(file: Path, handlers: A
     child.terminate()
     out, err = child.communicate(timeout=30)
     assert "━" not in out + err
+
+
+@pytest.mark.parametrize(
+    "words", [("work", "SPEC"), ("dlq", "purge")], ids=["beside a bar", "behind a question"]
+)
+def test_ctrl_c_leaves_a_tidy_screen(words: tuple[str, ...], file: Path, handlers: Any) -> None:
+    """The ^C that the terminal writes breaks no bar in two, and the last line begins a line."""
+    kill_letters(file, 1)
+    with weclaw.Queue(file) as q:
+        q.put(1)
+        q.pause(60)
+    spec = handlers("def handle(msg):\n    return 1\n")
+    words = tuple(spec if word == "SPEC" else word for word in words)
+    place = words[:2] if words[0] == "dlq" else words[:1]
+    with Terminal(*place, file, *words[len(place) :]) as screen:
+        screen.wait_for(r"0/1 " if words[0] == "work" else r"\[y/N\]: ")
+        bar = max((line for line in screen.text.splitlines()), key=cell_len)
+        screen.type("\x03")
+        screen.end()
+        if words[0] == "work":
+            assert cell_len(bar) + len("^C") <= 80
+        else:
+            assert screen.text.splitlines()[-1].startswith("weclawctl: interrupted")
 
 
 def _leased(file: Path) -> bool:

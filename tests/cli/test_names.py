@@ -124,10 +124,15 @@ def test_a_default_that_is_not_there_is_no_reason_to_do_nothing(
 
 def test_looking_at_a_default_that_is_not_there_tells(file: Path, ctl: Any) -> None:
     kill_letters(file, 1, topic="mails", group="senders")
-    for verb in ("peek", "results", "stats"):
+    for verb in ("peek", "results"):
         status, _, err = ctl(verb, file)
         assert status == 0
         assert "the topics there are: 'mails'" in err
+    assert "the topics there are: 'mails'" in ctl("stats", file, "--json")[2]
+    for words in ((), ("--topic", "mails")):  # it shows all there are, so nothing is missing
+        status, out, err = ctl("stats", file, *words)
+        assert (status, err) == (0, "")
+        assert "senders" in out
     assert "1 letter in topic 'mails', group 'senders'" in ctl("dlq", "list", file)[1]
 
 

@@ -1,9 +1,9 @@
 """`weclawctl`: look at a queue, feed it, work it off, mend it.
 
-One file a group of verbs; `_common` has what they share.  Everything goes through the public
-interface of the package, so that whatever the command line can do a program can do too.  click
-and rich come with the extra `cli`; without it `main` says so, and nothing else of the package
-needs them.
+One file a group of verbs; `_common` has what they share.  What changes a queue goes through the
+public interface of the package, so that whatever the command line can do a program can do too; what
+only an operator asks is in `_survey`.  click and rich come with the extra `cli`; without it `main`
+says so, and nothing else of the package needs them.
 
 Exit status: 0 fine; 1 the answer is bad, or what was asked for was not done; 2 wrong usage.
 """

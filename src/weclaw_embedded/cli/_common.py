@@ -1,4 +1,4 @@
-"""What the verbs share: opening, options, printing for people and for programs."""
+"""What the verbs share: opening, options, printing for programs; from `_screen`, for people."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timezone
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
-from rich.text import Text
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _options, _survey, replica
 from weclaw_embedded._jsonable import dumps, jsonable
+from weclaw_embedded._message import Content
+from weclaw_embedded.cli._screen import (
+    age,
+    console,
+    count,
+    excerpt,
+    middle,
+    paused,
+    plain,
+    print_table,
+    progress_bar,
+    say,
+    short,
+    size,
+    when,
+)
 
 __all__ = [
     "DURATION",
+    "OFFSET",
     "POSITIVE",
     "Failure",
     "Place",
@@ -44,16 +46,19 @@ __all__ = [
     "count",
     "excerpt",
     "fail",
+    "fail_if_not_ours",
     "file_argument",
     "group_option",
     "json_option",
     "jsonable",
     "look_there",
     "looking",
+    "middle",
     "missing",
     "must_be_there",
     "must_exist",
     "opened",
+    "paused",
     "places",
     "plain",
     "print_json",
@@ -67,6 +72,7 @@ __all__ = [
     "told",
     "topic_option",
     "when",
+    "with_body",
     "yes_option",
 ]
 
@@ -110,6 +116,19 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]  # generic in some v
         return seconds
 
 
+class _Offset(click.ParamType):  # type: ignore[type-arg]  # generic in some versions
+    name = "offset"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "earliest" or isinstance(value, int):
+            return value
+        if not value.isdecimal():
+            self.fail(f"{value!r} is neither an offset nor 'earliest'", param, ctx)
+        return int(value)
+
+
+#: A number, or "earliest".
+OFFSET = _Offset()
 #: Seconds, or 30s, 10m, 48h, 7d.
 DURATION = _Duration()
 #: The same, and more than none.
@@ -169,7 +188,12 @@ def ask(question: str, *, yes: bool) -> None:
         return
     if not asks():
         raise Failure(f"{question} Nothing was done; add --yes to do it without being asked")
-    if not click.confirm(question, err=True):
+    try:
+        agreed = click.confirm(question, err=True)
+    except click.Abort:
+        click.echo(err=True)  # Ctrl-C leaves the cursor behind the question
+        raise
+    if not agreed:
         raise Failure("nothing was done")
 
 
@@ -201,14 +225,20 @@ def opened(
     try:
         made = weclaw.open(file, readonly=readonly, consumer=consumer)
     except OSError as error:
-        if readonly or isinstance(error, weclaw.WeclawError) or error.errno not in _NOT_OURS:
-            raise
+        if not readonly:
+            fail_if_not_ours(file, error)
+        raise
+    with made as store:
+        yield store
+
+
+def fail_if_not_ours(file: str, error: OSError) -> None:
+    """Say what still works, if `error` is that we may not write."""
+    if not isinstance(error, weclaw.WeclawError) and error.errno in _NOT_OURS:
         fail(
             f"{plain(file)} can't be written ({error.strerror}); nothing was changed; what only "
             "looks (stats, peek, verify, dlq list …) works all the same"
         )
-    with made as store:
-        yield store
 
 
 @contextlib.contextmanager
@@ -239,9 +269,7 @@ class Place(NamedTuple):
 
     @property
     def pause(self) -> str:
-        """As in `paused for 29 m more: provider is down`."""
-        why = f": {self.pause_reason}" if self.pause_reason else ""
-        return f"paused for {age(self.pause_left_s)} more{why}"
+        return paused(self.pause_left_s, self.pause_reason)
 
 
 def places(store: weclaw.Store, topic: str | None, group: str | None) -> list[Place]:
@@ -341,159 +369,10 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
         stream.flush()
 
 
-# For people.
-
-
-def plain(text: str) -> str:
-    """The text on one line, with nothing in it that a terminal would obey."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
-
-
-def excerpt(value: Any, width: int = 60) -> str:
-    """A body in one line of at most `width` characters."""
-    if isinstance(value, str):
-        text = value[: width + 1]
-    else:
-        text = dumps(value)[: width + 1]
-    text = plain(text)
-    return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def count(number: int, noun: str) -> str:
-    """As in `1 message` and `1 000 messages`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}".replace(",", " ")
-
-
-def age(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.1f} s"
-
-
-def short(number: float) -> str:
-    """A number in at most six signs."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < (100_000 if not unit else 10_000):
-            return f"{number:.0f}{unit}"
-        number /= 1000
-    return f"{number:.0f}T"
-
-
-def size(number: int | None) -> str:
-    if number is None:
-        return "-"
-    amount = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
-
-
-def when(moment: datetime | None) -> str:
-    if moment is None:
-        return "-"
-    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def console(*, err: bool = False) -> Console:
-    stream = sys.stderr if err else sys.stdout
-    return Console(
-        file=stream,
-        width=None if stream.isatty() else 80,
-        highlight=False,
-        emoji=False,
-        markup=False,
-    )
-
-
-def print_table(
-    columns: Sequence[str | tuple[str, str]],
-    rows: Iterable[Sequence[object]],
-    *,
-    title: str | None = None,
-    one_line: bool = False,
-) -> None:
-    """A table; a column is its heading, or (heading, "right").
-
-    What doesn't fit is folded; with one_line the last column is cut to fit.
-    """
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    out = console()
-    cells = [[Text(plain(str(cell))) for cell in row] for row in rows]
-    for column in columns:
-        heading, justify = (column, "left") if isinstance(column, str) else column
-        table.add_column(heading, justify=cast(Any, justify), overflow="fold")
-    if one_line:
-        # Rich would take from every column, the ids first.
-        others = [max(row[i].cell_len for row in cells) for i in range(len(columns) - 1)]
-        room = out.width - sum(others) - 3 * len(columns)
-        for row in cells:
-            row[-1].truncate(max(room, 20), overflow="ellipsis")
-    for row in cells:
-        table.add_row(*row)
-    out.print(table)
-
-
-_bars: list[Progress] = []
-
-
-@contextlib.contextmanager
-def progress_bar(
-    label: str, total: int | None, *, pulse: bool = False, percent: bool = False
-) -> Iterator[Any]:
-    """Yield update(completed=…, total=…, label=…); shown on a terminal and nowhere else.
-
-    With `percent` the numbers are bytes, which nobody wants to read; with `pulse` there is nothing
-    to count: it only shows that work goes on.
-    """
-    if not sys.stderr.isatty():
-        yield lambda **_: None
-        return
-    counted: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeRemainingColumn())
-    if pulse:
-        counted = ()
-    elif percent:
-        counted = (TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        *counted,
-        TimeElapsedColumn(),
-        console=console(err=True),
-        expand=False,
-        transient=pulse or percent,
-    ) as progress:
-        _bars.append(progress)
-        task = progress.add_task(label, total=total)
-
-        def update(
-            *, completed: int | None = None, total: int | None = None, label: str | None = None
-        ) -> None:
-            progress.update(task, completed=completed, total=total, description=label)
-
-        try:
-            yield update
-        finally:
-            _bars.remove(progress)
-
-
-def say(text: str) -> None:
-    """A line on standard error, above the progress bar if there is one."""
-    if _bars:
-        _bars[-1].console.print(Text(text), soft_wrap=True)
-    else:
-        click.echo(text, err=True)
+def with_body(found: dict[str, Any], content: Content | weclaw.Message) -> dict[str, Any]:
+    """The same with `body`; where it can't be decoded here, null, and why in `body_error`."""
+    try:
+        body = content.body if isinstance(content, weclaw.Message) else content.body("msgpack")
+    except weclaw.SerializationError as error:
+        return {**found, "body": None, "body_error": str(error)}
+    return {**found, "body": body}

@@ -47,7 +47,13 @@ def bench(file: str | None, messages: int, as_json: bool) -> None:
     FILE itself is not touched: the work is done in a folder made beside it, and removed after.
     """
     beside = os.path.dirname(os.path.abspath(file)) if file is not None else os.getcwd()
-    folder = tempfile.mkdtemp(prefix=".weclaw-bench-", dir=beside)
+    try:
+        folder = tempfile.mkdtemp(prefix=".weclaw-bench-", dir=beside)
+    except OSError as error:
+        common.fail(
+            f"{common.plain(beside)} can't be written ({error.strerror}), and the work is done "
+            "there; name a FILE in a folder that can"
+        )
     try:
         with common.progress_bar("bench", 5) as update:
             done = 0

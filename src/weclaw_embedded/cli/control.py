@@ -99,7 +99,9 @@ def _why_not(store: weclaw.Store, topic: str, id: str) -> str:
 
 @click.command(short_help="Let settled messages flow again.")
 @common.file_argument
-@click.option("--offset", help="All from this offset on; 'earliest': all that are kept.")
+@click.option(
+    "--offset", type=common.OFFSET, help="All from this offset on; 'earliest': all that are kept."
+)
 @click.option(
     "--since",
     help="All put since then: a duration ago (2h), or a time (2026-01-31T08:00, UTC).",
@@ -110,7 +112,7 @@ def _why_not(store: weclaw.Store, topic: str, id: str) -> str:
 @common.json_option
 def replay(
     file: str,
-    offset: str | None,
+    offset: int | str | None,
     since: str | None,
     ids: tuple[str, ...],
     topic: str,
@@ -125,7 +127,7 @@ def replay(
         raise click.UsageError("give one of --offset, --since, --id")
     chosen: dict[str, Any] = {"ids": list(ids)}
     if offset is not None:
-        chosen = {"offset": _offset(offset)}
+        chosen = {"offset": offset}
     elif since is not None:
         chosen = {"since": _moment(since)}
     with common.opened(file) as store:
@@ -136,20 +138,11 @@ def replay(
     if as_json:
         common.print_json({"replayed": number})
     else:
-        click.echo(f"{common.count(number, 'message')} flow again")
+        click.echo(f"{common.count(number, 'message')} flow{'s' if number == 1 else ''} again")
     missing = len(set(ids)) - number
     if missing > 0:
         common.fail(f"{missing} of those named are not settled messages of this group")
     return 0
-
-
-def _offset(text: str) -> int | str:
-    if text == "earliest":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise click.UsageError(f"{text!r} is neither an offset nor 'earliest'") from None
 
 
 def _moment(text: str) -> datetime:

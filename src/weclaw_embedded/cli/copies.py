@@ -43,7 +43,11 @@ def promote(file: str, yes: bool, as_json: bool) -> None:
             f"Make {common.plain(file)} the one that counts, and refuse the file it copies?",
             yes=False,
         )
-    epoch = copies.promote(file)
+    try:
+        epoch = copies.promote(file)
+    except OSError as error:
+        common.fail_if_not_ours(file, error)
+        raise
     if as_json:
         common.print_json({"path": file, "epoch": epoch})
     else:

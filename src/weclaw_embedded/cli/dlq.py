@@ -155,7 +155,8 @@ def list_(
     else:
         click.echo("no dead letters that pass" if total and choice.filters else "no dead letters")
     if more:
-        click.echo(f"the first {limit} of {common.count(total, 'letter')}; more with --limit")
+        of = "" if choice.filters else f" of {common.count(total, 'letter')}"
+        click.echo(f"the first {limit}{of}; more with --limit")
     for one, number in elsewhere:
         click.echo(
             common.plain(f"{common.count(number, 'letter')} in topic {one.topic!r}, group ")

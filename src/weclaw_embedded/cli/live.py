@@ -25,6 +25,8 @@ from weclaw_embedded.cli import _common as common
 __all__ = ["COMMANDS"]
 
 _LOOK_S = 0.2
+# Nobody looks at an empty screen for longer.
+_FIRST_S = 0.5
 
 
 # top
@@ -84,7 +86,7 @@ def top(
 def _looks(
     store: weclaw.Store, topic: str | None, group: str | None, interval: float
 ) -> Iterator[dict[str, Any]]:
-    """What there is, again and again; the first after an interval, so that it has rates."""
+    """What there is, again and again; the first not at once, so that it has rates, but soon."""
     before: dict[tuple[str, str], weclaw.Stats] = {}
     at = time.monotonic()
     first = True
@@ -96,10 +98,10 @@ def _looks(
         }
         if not first:
             yield _look(found, before, now - at)
-        first = False
         before = {(place.topic, place.group): stats for place, stats in found.items()}
         at = now
-        time.sleep(interval)
+        time.sleep(min(interval, _FIRST_S) if first else interval)
+        first = False
 
 
 def _look(
@@ -119,6 +121,8 @@ def _look(
                 "puts_per_s": round(max(0, came) / seconds, 1),
                 "settled_per_s": round((stats.settled - earlier.settled) / seconds, 1),
                 "paused": place.paused,
+                "pause_left_s": place.pause_left_s,
+                "pause_reason": place.pause_reason,
             }
         )
     last = next(iter(found.values()))
@@ -129,6 +133,8 @@ def _look(
     }
 
 
+# Lines that may say who is paused.
+_PAUSES = 3
 _COUNTS = ("ready", "delayed", "leased", "dead", "settled", "oldest_age_s", "retries")
 _OF_THE_FILE = ("replica_lag", "file_bytes", "reclaimable_bytes", "damaged")
 
@@ -148,18 +154,22 @@ def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
     for name, wide in zip(numbers, widths, strict=True):
         table.add_column(name, justify="right", no_wrap=True, min_width=wide)
     groups = look["groups"]
-    # The busiest first, as far as there is room for all.
-    room = max(3, height - 6)
+    pauses = [
+        f"{one['topic']}/{one['group']} is "
+        + common.paused(one["pause_left_s"], one["pause_reason"])
+        for one in groups
+        if one["paused"]
+    ][:_PAUSES]
+    # The busiest first, where there is no room for all.
+    room = max(3, height - 6 - len(pauses))
     shown = groups
     if len(groups) > room:
         shown = sorted(groups, key=lambda one: one["ready"] + one["leased"], reverse=True)[:room]
     for one in shown:
-        name = f"{one['topic']}/{one['group']}" + (" (paused)" if one["paused"] else "")
-        style = "red" if one["dead"] else "yellow" if one["paused"] else ""
         table.add_row(
-            Text(common.plain(name)),
+            Text(_name(one, names), style="yellow" if one["paused"] else ""),
             *(common.short(one[field]) for field in ("ready", "delayed", "leased")),
-            Text(common.short(one["dead"]), style=style if one["dead"] else ""),
+            Text(common.short(one["dead"]), style="red" if one["dead"] else ""),
             *(common.short(one[field]) for field in ("puts_per_s", "settled_per_s", "retries")),
             common.age(one["oldest_age_s"]),
         )
@@ -177,7 +187,19 @@ def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
     ]
     if len(shown) < len(groups):
         parts.append(Text(f"and {len(groups) - len(shown)} more; choose with --topic, --group"))
+    for line in pauses:
+        text = Text(common.plain(line), style="yellow")
+        text.truncate(width, overflow="ellipsis")
+        parts.append(text)
     return Group(*parts)
+
+
+def _name(place: dict[str, Any], width: int) -> str:
+    """topic/group in so many columns; of long ones the beginning and the end of each."""
+    topic, group = common.plain(place["topic"]), common.plain(place["group"])
+    half = (width - 1) // 2
+    of_group = min(cell_len(group), max(half, width - 1 - cell_len(topic)))
+    return f"{common.middle(topic, width - 1 - of_group)}/{common.middle(group, of_group)}"
 
 
 def _end_of(file: str, width: int) -> str:
@@ -201,7 +223,11 @@ def _end_of(file: str, width: int) -> str:
     show_default=True,
     help="Begin with the last so many.",
 )
-@click.option("--offset", help="Begin at this offset instead; 'earliest': all that are kept.")
+@click.option(
+    "--offset",
+    type=common.OFFSET,
+    help="Begin at this offset instead; 'earliest': all that are kept.",
+)
 @click.option("--no-follow", is_flag=True, help="End when there are no more, wait for none.")
 @click.option("--topic", help="Only this topic; default: all.")
 @common.json_option
@@ -209,7 +235,7 @@ def _end_of(file: str, width: int) -> str:
 def tail(
     file: str,
     last: int,
-    offset: str | None,
+    offset: int | str | None,
     no_follow: bool,
     topic: str | None,
     as_json: bool,
@@ -230,7 +256,10 @@ def tail(
         if wrong is not None:  # it may begin at any moment
             common.say(f"weclawctl: {wrong}; waiting for it")
         end = _survey.end(store)
-        at = _survey.before(store, last, end, topic) if offset is None else _start(offset)
+        if offset is None:
+            at = _survey.before(store, last, end, topic)
+        else:
+            at = 0 if isinstance(offset, str) else offset
         while True:
             for name, content in _survey.arrived(store, at, end):
                 if topic is None or name == topic:
@@ -243,36 +272,24 @@ def tail(
                 time.sleep(_LOOK_S)
 
 
-def _start(text: str) -> int:
-    if text == "earliest":
-        return 0
-    if not text.isdecimal():
-        raise click.UsageError(f"{text!r} is neither an offset nor 'earliest'")
-    return int(text)
-
-
 def _show(topic: str, content: Content, width: int, *, as_json: bool, several: bool) -> None:
     put_at = to_datetime(content.enqueued_us)
-    try:
-        body, fault = content.body("msgpack"), None
-    except weclaw.SerializationError as error:
-        body, fault = None, str(error)
+    found = {
+        "id": content.id,
+        "topic": topic,
+        "offset": content.offset,
+        "key": content.key,
+        "priority": content.priority,
+        "headers": content.headers,
+        "enqueued_at": put_at,
+    }
+    found = common.with_body(found, content)
     if as_json:
-        found = {
-            "id": content.id,
-            "topic": topic,
-            "offset": content.offset,
-            "key": content.key,
-            "priority": content.priority,
-            "headers": content.headers,
-            "enqueued_at": put_at,
-            "body": body,
-        }
-        common.print_json(found if fault is None else {**found, "body_error": fault}, indent=None)
+        common.print_json(found, indent=None)
         return
     where = f" {topic}" if several and topic != "default" else ""
     text = f"{put_at:%H:%M:%S} {content.id}{where} "
-    line = Text(common.plain(text) + common.excerpt(body if fault is None else fault, width))
+    line = Text(common.plain(text) + common.excerpt(found.get("body_error", found["body"]), width))
     line.truncate(width, overflow="ellipsis")
     click.echo(line.plain)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 import click
@@ -32,7 +33,13 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
     and --group come first, and "groups" has all there are.
     """
     with common.looking(file, readonly=readonly) as store:
-        common.look_there(store, topic, group, may_begin=True)
+        # People see what is there: that the defaults are not among it says nothing.
+        common.look_there(
+            store,
+            topic if as_json or common.told("topic") or common.told("group") else None,
+            group if as_json or common.told("group") else None,
+            may_begin=True,
+        )
         mine = common.queue_of(store, topic, group).stats()
         groups = [_counted(store, one) for one in common.places(store, None, None)]
         chosen = common.places(
@@ -139,7 +146,7 @@ def health(
     try:
         with common.looking(file, readonly=readonly) as store:
             wrong = common.missing(store, topic, group)
-            other = store._run(lambda session: session.options().get("replica"))
+            other = _survey.replica_of(store)
             counts = [
                 (place, common.queue_of(store, place.topic, place.group).stats())
                 for place in (common.places(store, topic, group) if wrong is None else [])
@@ -156,11 +163,10 @@ def health(
         me = replica.node(file)
         check_node(me, bad=me.role == "fenced")
         if other:
-            is_path = isinstance(other, str)
             try:
-                copy = replica.node(other) if is_path else replica.node_behind(other)
+                copy = replica.node(other) if isinstance(other, str) else replica.node_behind(other)
             except (weclaw.WeclawError, OSError) as error:
-                name = other if is_path else " ".join(other)
+                name = other if isinstance(other, str) else " ".join(other)
                 check("node", f"no copy there: {error}", None, bad=True, node=name)
             else:
                 check_node(copy, bad=copy.role != "copy")
@@ -205,7 +211,7 @@ def _line(found: dict[str, Any]) -> str:
     if "node" in found:
         place = f" {found['node']}"
         if "alive" in found:
-            value = f"{value}, {'alive' if found['alive'] else 'not alive'}"
+            value = f"{value}, {'in use' if found['alive'] else 'not in use'}"
     if name == "replica_lag" and value is None:
         value = "there is no replica"
     bound = "" if limit is None else f" (limit {limit})"
@@ -229,7 +235,8 @@ def peek(
         common.look_there(store, topic, group, may_begin=True)
         queue = common.queue_of(store, topic, group)
         if leased:
-            found = [_in_hand(one, queue) for one in _survey.held(queue, limit)]
+            found = [_in_hand(one, topic) for one in _survey.held(queue, limit)]
+            now = datetime.now(timezone.utc)
         else:
             found = [_message(msg) for msg in queue.peek(limit)]
     if as_json:
@@ -238,10 +245,17 @@ def peek(
         click.echo("nothing is in hand" if leased else "nothing is ready")
     elif leased:
         common.print_table(
-            ["id", ("delivery", "right"), ("lease left", "right"), "consumer"],
+            [
+                "id",
+                ("put ago", "right"),
+                ("delivery", "right"),
+                ("lease left", "right"),
+                "consumer",
+            ],
             [
                 (
                     one["id"],
+                    common.age((now - one["enqueued_at"]).total_seconds()),
                     one["delivery_count"],
                     "held" if one["lease_left_s"] is None else common.age(one["lease_left_s"]),
                     one["consumer"] or "-",
@@ -267,30 +281,23 @@ def peek(
 
 def _message(msg: weclaw.Message) -> dict[str, Any]:
     names = ("id", "key", "priority", "headers", "topic", "offset", "enqueued_at")
-    return _with_body({name: getattr(msg, name) for name in names}, lambda: msg.body)
+    return common.with_body({name: getattr(msg, name) for name in names}, msg)
 
 
-def _in_hand(one: _survey.Held, queue: weclaw.Queue) -> dict[str, Any]:
+def _in_hand(one: _survey.Held, topic: str) -> dict[str, Any]:
     content = one.content
     found = {
         "id": content.id,
         "key": content.key,
         "priority": content.priority,
-        "topic": queue.topic,
+        "topic": topic,
         "offset": content.offset,
         "enqueued_at": to_datetime(content.enqueued_us),
         "consumer": one.consumer,
         "delivery_count": one.delivery_count,
         "lease_left_s": None if one.left_s is None else round(one.left_s, 3),
     }
-    return _with_body(found, lambda: content.body(queue._codec))
-
-
-def _with_body(found: dict[str, Any], body: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {**found, "body": body()}
-    except weclaw.SerializationError as error:
-        return {**found, "body": None, "body_error": str(error)}
+    return common.with_body(found, content)
 
 
 @click.command(short_help="Show the results of messages.")
@@ -344,7 +351,7 @@ def results(
             ],
         )
     if more:
-        click.echo(f"these are the first {limit}; see more with --limit", err=True)
+        click.echo(f"the first {limit}; more with --limit", err=True)
     return 0 if all(entry["status"] == "done" for entry in found) else 1
 
 

@@ -101,7 +101,8 @@ def put(
             update(total=total)
     if fault is not None:
         common.fail(
-            f"{fault}; {common.count(total, 'message')} before it put; correct it and put the rest"
+            f"{fault}; {common.count(total, 'message')} before it put; put the rest when that is "
+            "mended"
         )
     if not as_json:
         click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}")

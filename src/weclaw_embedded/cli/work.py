@@ -81,8 +81,9 @@ def work(
     """Call MODULE:HANDLER for each message of FILE.
 
     The handler gets the message; what it returns is kept as the result, what it raises counts as
-    a failure and is retried. Killed at any moment, start it again: it goes on where it was. With
-    --drain retries are waited for, and it ends with 0 when nothing is left.
+    a failure and is retried, as often as WECLAW_MAX_RETRIES says. Killed at any moment, start it
+    again: it goes on where it was. With --drain retries are waited for, and it ends with 0 when
+    nothing is left.
     """
     function = _load(handler)
     started = time.monotonic()
@@ -100,10 +101,10 @@ def work(
             pause_after=pause_after,
             pause_for=pause_for,
         )
-        with _watched(worker, queue, drain=drain):
+        with _watched(worker, store, queue, drain=drain):
             worker.run()
         stats = queue.stats()
-    left = stats.ready + stats.delayed + stats.leased
+    left = _left(stats)
     seconds = time.monotonic() - started
     if as_json:
         common.print_json(
@@ -125,18 +126,19 @@ def work(
 
 
 @contextlib.contextmanager
-def _watched(worker: weclaw.Worker, queue: weclaw.Queue, *, drain: bool) -> Iterator[None]:
+def _watched(
+    worker: weclaw.Worker, store: weclaw.Store, queue: weclaw.Queue, *, drain: bool
+) -> Iterator[None]:
     """Show how far the worker is, and stop it when a drain is done."""
     over = threading.Event()
 
     def watch(update: Callable[..., None]) -> None:
         try:
             while not over.is_set():
-                stats = queue.stats()
-                left = stats.ready + stats.delayed + stats.leased
+                left = _left(queue.stats())
                 failures = f" ({common.count(worker.failed, 'failure')})" if worker.failed else ""
                 here = (queue.topic, queue.group)
-                paused = ", paused" if here in _survey.pauses(queue._store) else ""
+                paused = ", paused" if here in _survey.pauses(store) else ""
                 update(
                     completed=worker.done,
                     total=worker.done + left,
@@ -159,9 +161,12 @@ def _watched(worker: weclaw.Worker, queue: weclaw.Queue, *, drain: bool) -> Iter
             over.set()
             thread.join()
             with contextlib.suppress(weclaw.StorageError, weclaw.ClosedError):
-                stats = queue.stats()
-                left = stats.ready + stats.delayed + stats.leased
-                update(completed=worker.done, total=worker.done + left)
+                update(completed=worker.done, total=worker.done + _left(queue.stats()))
+
+
+def _left(stats: weclaw.Stats) -> int:
+    """What a drain waits for."""
+    return stats.ready + stats.delayed + stats.leased
 
 
 def _load(spec: str) -> Handler:

@@ -1,0 +1,228 @@
+"""What people see: sizes and times in words, tables, progress bars, lines on standard error.
+
+Nothing here knows of queues. What comes from outside goes through `plain` before it is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Any, cast
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from weclaw_embedded._jsonable import dumps
+
+__all__ = [
+    "age",
+    "console",
+    "count",
+    "excerpt",
+    "middle",
+    "paused",
+    "plain",
+    "print_table",
+    "progress_bar",
+    "say",
+    "short",
+    "size",
+    "when",
+]
+
+
+def plain(text: str) -> str:
+    """The text on one line, with nothing in it that a terminal would obey."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def excerpt(value: Any, width: int = 60) -> str:
+    """A body in one line of at most `width` characters."""
+    if isinstance(value, str):
+        text = value[: width + 1]
+    else:
+        text = dumps(value)[: width + 1]
+    text = plain(text)
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def middle(text: str, width: int) -> str:
+    """The text in at most `width` columns: of a long one both ends, which tell names apart."""
+    if cell_len(text) <= width:
+        return text
+    room = width - 1
+    begin = set_cell_size(text, (room + 1) // 2).rstrip()
+    end = text[len(text) - room // 2 :]
+    while cell_len(end) > room // 2:
+        end = end[1:]
+    return f"{begin}…{end}"
+
+
+def count(number: int, noun: str) -> str:
+    """As in `1 message` and `1 000 messages`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}".replace(",", " ")
+
+
+def paused(left_s: float | None, reason: str | None) -> str:
+    """As in `paused for 29 m more: provider is down`."""
+    return f"paused for {age(left_s)} more" + (f": {reason}" if reason else "")
+
+
+def age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def short(number: float) -> str:
+    """A number in at most six signs."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < (100_000 if not unit else 10_000):
+            return f"{number:.0f}{unit}"
+        number /= 1000
+    return f"{number:.0f}T"
+
+
+def size(number: int | None) -> str:
+    if number is None:
+        return "-"
+    amount = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def when(moment: datetime | None) -> str:
+    if moment is None:
+        return "-"
+    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def console(*, err: bool = False) -> Console:
+    stream = sys.stderr if err else sys.stdout
+    return Console(
+        file=stream,
+        width=None if stream.isatty() else 80,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+
+
+def _console_of_bars() -> Console:
+    """Two columns are left free: there a terminal writes the ^C of Ctrl-C, which would wrap to a
+    line of its own otherwise, and leave a second bar there.
+    """
+    out = console(err=True)
+    out.width = max(20, out.width - len("^C"))
+    return out
+
+
+def print_table(
+    columns: Sequence[str | tuple[str, str]],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str | None = None,
+    one_line: bool = False,
+) -> None:
+    """A table; a column is its heading, or (heading, "right").
+
+    What doesn't fit is folded; with one_line the last column is cut to fit.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    out = console()
+    cells = [[Text(plain(str(cell))) for cell in row] for row in rows]
+    for column in columns:
+        heading, justify = (column, "left") if isinstance(column, str) else column
+        table.add_column(heading, justify=cast(Any, justify), overflow="fold")
+    if one_line:
+        # Rich would take from every column, the ids first.
+        others = [max(row[i].cell_len for row in cells) for i in range(len(columns) - 1)]
+        room = out.width - sum(others) - 3 * len(columns)
+        for row in cells:
+            row[-1].truncate(max(room, 20), overflow="ellipsis")
+    for row in cells:
+        table.add_row(*row)
+    out.print(table)
+
+
+_bars: list[Progress] = []
+
+
+@contextlib.contextmanager
+def progress_bar(
+    label: str, total: int | None, *, pulse: bool = False, percent: bool = False
+) -> Iterator[Any]:
+    """Yield update(completed=…, total=…, label=…); shown on a terminal and nowhere else.
+
+    With `percent` the numbers are bytes, which nobody wants to read; with `pulse` there is nothing
+    to count: it only shows that work goes on.
+    """
+    if not sys.stderr.isatty():
+        yield lambda **_: None
+        return
+    counted: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeRemainingColumn())
+    if pulse:
+        counted = ()
+    elif percent:
+        counted = (TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        *counted,
+        TimeElapsedColumn(),
+        console=_console_of_bars(),
+        expand=False,
+        transient=pulse or percent,
+    ) as progress:
+        _bars.append(progress)
+        task = progress.add_task(label, total=total)
+
+        def update(
+            *, completed: int | None = None, total: int | None = None, label: str | None = None
+        ) -> None:
+            progress.update(task, completed=completed, total=total, description=label)
+
+        try:
+            yield update
+        finally:
+            _bars.remove(progress)
+
+
+def say(text: str) -> None:
+    """A line on standard error, above the progress bar if there is one."""
+    if _bars:
+        _bars[-1].console.print(Text(text), soft_wrap=True)
+    else:
+        click.echo(text, err=True)
