@@ -111,6 +111,15 @@ def _fail(error: OSError, what: str, fd: int) -> NoReturn:
     raise error
 
 
+def _fail_to_create(error: OSError | DiskFullError, path: str) -> NoReturn:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    why = f" ({cause.strerror})" if isinstance(cause, OSError) else ""
+    raise DiskFullError(
+        f"there is no room for {path}{why}; nothing was made or replaced; make room, or choose "
+        "another place"
+    ) from error
+
+
 def _name_of(fd: int) -> str:
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{fd}")
@@ -417,10 +426,10 @@ def create_whole(
     try:
         fd = os.open(temporary, flags, 0o666 if mode is None else mode)
     except OSError as error:
-        if error.errno not in FULL:
-            # Of the file that was wanted, not of a name that nobody knows.
-            raise OSError(error.errno, error.strerror, path) from error
-        _fail(error, "creating a file", -1)
+        if error.errno in FULL:
+            _fail_to_create(error, path)
+        # Of the file that was wanted, not of a name that nobody knows.
+        raise OSError(error.errno, error.strerror, path) from error
     try:
         if mode is not None:
             os.fchmod(fd, mode)
@@ -432,7 +441,11 @@ def create_whole(
             _link_into_place(temporary, path)
         sync_dir(directory)
     except OSError as error:
-        _fail(error, "creating a file", fd)
+        if error.errno in FULL:
+            _fail_to_create(error, path)
+        raise
+    except DiskFullError as error:  # of the temporary file, a name that nobody knows
+        _fail_to_create(error, path)
     finally:
         os.close(fd)
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from ._queries import is_dead
 from ._records import META_TTL_US
 from ._session import SYNC
 from ._shared import mask_of
-from .errors import DiskFullError, StorageError
+from .errors import StorageError
 
 if TYPE_CHECKING:
     from ._index import Row
@@ -348,8 +348,7 @@ def write_letters(
         _refuse_to_replace(target, queue_path)
         _files.create_whole(target, write, None, replace_file=True)
     except OSError as error:
-        kind = DiskFullError if error.errno in _files.FULL else StorageError
-        raise kind(
+        raise StorageError(
             f"{name} can't be written: {error.strerror or error}; nothing was replaced, and the "
             "letters are where they were; choose another place"
         ) from error

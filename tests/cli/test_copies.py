@@ -109,3 +109,4 @@ def test_health_says_which_file_is_in_use(file: Path, copy: Path, ctl: Any) -> N
         assert "primary, epoch 1, in use" in ctl("health", file)[1]
         assert "copy, epoch 1, in use" in ctl("health", file)[1]
     assert "copy, epoch 1, not in use" in ctl("health", file)[1]
+    assert ctl("health", copy)[1].count(" node ") == 1

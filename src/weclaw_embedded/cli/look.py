@@ -162,7 +162,7 @@ def health(
             check("named", wrong, None, bad=True)
         me = replica.node(file)
         check_node(me, bad=me.role == "fenced")
-        if other:
+        if other and me.role != "copy":  # of a copy it is the copy itself
             try:
                 copy = replica.node(other) if isinstance(other, str) else replica.node_behind(other)
             except (weclaw.WeclawError, OSError) as error:
