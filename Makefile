@@ -67,7 +67,7 @@ $(STAMP): pyproject.toml
 	  { echo "Python 3.10 or newer is needed; name one with: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV) (once) ..."
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,metrics,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,metrics,examples,dev]'
 	@touch $@
 
 clean:
