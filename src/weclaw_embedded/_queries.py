@@ -8,7 +8,10 @@ deaths, expiries) is judged first, so that an answer is true at the moment it is
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from typing_extensions import TypeVarTuple, Unpack
 
 from . import _delivery, _records, _taking
 from ._delivery import Address, place
@@ -18,6 +21,9 @@ from ._session import SYNC, Session
 from ._shared import mask_of
 from ._wake import Waiter
 from .errors import CorruptError
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class Stats(NamedTuple):
@@ -72,7 +78,17 @@ def swept(session: Session, address: Address, dead: list[int]) -> GroupState | N
         return _imagined(session, address)
     session.engine.bury(session, session.engine.dead_owners(everyone=True))
     _taking.sweep(session, group, address.retry, dead)
+    if session.imagined:
+        dead.clear()  # who is told of a letter is told once: when it is written
     return group
+
+
+def imagining(
+    session: Session, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
+) -> T:
+    """What `operation` would answer if all that it judges could be written."""
+    session.imagine()
+    return operation(session, *args)
 
 
 def _imagined(session: Session, address: Address) -> GroupState | None:

@@ -81,7 +81,7 @@ def results(queue: Queue, after: int, n: int) -> list[tuple[int, str, Any]]:
         return places
 
     found = []
-    for offset, ack_at, place in queue._run(look):
+    for offset, ack_at, place in queue._look(look):
         content = queue._read(offset, *place)
         if content is not None:
             with contextlib.suppress(LookupError):  # no longer kept, since we looked
@@ -119,7 +119,7 @@ def held(queue: Queue, n: int) -> list[Held]:
         ]
 
     found = []
-    for offset, place, consumer, delivery, deadline_ns in queue._run(look):
+    for offset, place, consumer, delivery, deadline_ns in queue._look(look):
         content = queue._read(offset, *place)
         if content is not None:
             left_s = None

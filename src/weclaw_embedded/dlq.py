@@ -154,7 +154,7 @@ class DeadLetterQueue:
             group = self._queue._swept(session)
             return 0 if group is None else group.n_dead
 
-        return self._queue._run(count)
+        return self._queue._look(count)
 
     def __bool__(self) -> bool:
         return True
@@ -187,7 +187,7 @@ class DeadLetterQueue:
                 return None
             return offset
 
-        offset = queue._run(find)
+        offset = queue._look(find)
         if offset is None:
             raise KeyError(id)
         return self._at(offset)
@@ -210,7 +210,7 @@ class DeadLetterQueue:
             return [(queue._place(session, row[0]), *row) for row in rows]
 
         letters = []
-        rows = queue._run(look)
+        rows = queue._look(look)
         for (location, salt), offset, row, reason, died_us in rows:
             content = queue._read(offset, location, salt)
             if content is not None:
@@ -281,7 +281,7 @@ class DeadLetterQueue:
                 if offset is not None and is_dead(session, group.gid, offset)
             ][:n]
 
-        return queue._run(look)
+        return queue._look(look)
 
     def purge(self, ids: Iterable[str] | None = None) -> int:
         """Throw letters away for good: these, or all. Returns how many; their ids are free."""

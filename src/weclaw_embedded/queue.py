@@ -42,6 +42,7 @@ from .errors import (
     ClosedError,
     CorruptError,
     DeadLetterError,
+    DiskFullError,
     Empty,
     Full,
     OffsetTrimmedError,
@@ -239,6 +240,15 @@ class Queue:
     def _run(self, operation: Callable[..., T], *args: Any) -> T:
         return self._engine.execute(operation, *args)
 
+    def _look(self, operation: Callable[..., T], *args: Any) -> T:
+        """Run what only looks. Where there is no room to write down what ended by itself, it is
+        told as if that had been written.
+        """
+        try:
+            return self._run(operation, *args)
+        except DiskFullError:
+            return self._engine.turn(_queries.imagining, operation, *args)
+
     def _swept(self, session: Session) -> Any:
         dead: list[int] = []
         group = _queries.swept(session, self._address, dead)
@@ -248,7 +258,9 @@ class Queue:
     def _remember_dead(self, dead: list[int]) -> None:
         """Letters made while looking; told after the lock is given back."""
         if dead and self._options.on_dead is not None:
-            self._engine.timer.call_at(0.0, lambda: self._tell_dead(dead))
+            # Each once, though a turn that found no room was taken again.
+            offsets = list(dict.fromkeys(dead))
+            self._engine.timer.call_at(0.0, lambda: self._tell_dead(offsets))
 
     def _find(self, session: Session, id: str) -> int | None:
         topic = session.tx.topic(self.topic)
@@ -678,7 +690,7 @@ class Queue:
     def status(self, id: str) -> str:
         """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""
         dead: list[int] = []
-        state = self._run(_queries.status, self._address, _text("id", id), dead)
+        state = self._look(_queries.status, self._address, _text("id", id), dead)
         self._remember_dead(dead)
         return state
 
@@ -691,7 +703,7 @@ class Queue:
             group = self._swept(session)
             return 0 if group is None else _delivery.waiting_in(session.tx, group)
 
-        return self._run(count)
+        return self._look(count)
 
     def empty(self) -> bool:
         """True when nothing is ready or delayed."""
@@ -744,7 +756,7 @@ class Queue:
             ]
 
         found = []
-        for offset, (location, salt), row in self._run(look):
+        for offset, (location, salt), row in self._look(look):
             content = self._read(offset, location, salt)
             if content is not None:
                 found.append(Message(self, content, None, row))
@@ -753,7 +765,7 @@ class Queue:
     def stats(self) -> Stats:
         """Counts and sizes, all of one moment."""
         dead: list[int] = []
-        found = self._run(_queries.stats, self._address, dead)
+        found = self._look(_queries.stats, self._address, dead)
         self._remember_dead(dead)
         return found
 
@@ -765,7 +777,7 @@ class Queue:
             group = self._swept(session)
             return session.log.head_offset if group is None else session.tx.first_unsettled(group)
 
-        return self._run(look)
+        return self._look(look)
 
     # -- steering ----------------------------------------------------------------------------------
 

@@ -174,6 +174,47 @@ def fill_and_report(pipe, path):
     time.sleep(60)
 
 
+def test_looking_needs_no_room(tmp_path: Path) -> None:
+    """With nothing left even for settling, all that is asked is answered, and nobody is told of a
+    letter before it is written.
+    """
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        told: list[str] = []
+        q = weclaw.Queue(
+            disk / "t.wq",
+            segment_bytes=65536,
+            flush="os",
+            retry=weclaw.RetryPolicy(max_crashes=0),
+            on_dead=lambda letter: told.append(letter.id),
+        )
+        n = fill(q, mixed=False, size=20_000)
+        with Child(take_and_report, str(disk / "t.wq")) as child:
+            held = child.hear()
+            ballast(disk)
+            with contextlib.suppress(weclaw.DiskFullError):
+                while True:
+                    q.get(block=False).release()
+            child.kill()
+        with pytest.raises(weclaw.DiskFullError):
+            q.get(block=False)
+        for _ in range(2):
+            assert len(q.dlq) == len(list(q.dlq)) == len(held)
+            assert q.dlq.get(held[0]).reason == "consumer died"
+            assert q.qsize() == n - len(held)
+            assert q.stats()[:4] == (n - len(held), 0, 0, len(held))
+            assert q.status(held[0]) == "dead"
+            assert q.peek(1)[0].id not in held
+            assert q.offset > 0
+        assert not told
+        q.close()
+
+
+def take_and_report(pipe, path):
+    q = weclaw.Queue(path, flush="os")
+    pipe.send([msg.id for msg in q.get_many(20, visibility_timeout=None)])
+    time.sleep(60)
+
+
 def test_closing_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
     """There is nothing left to be written that could not be done at the next opening."""
     with small_disk(tmp_path / "disk", 2 << 20) as disk:
