@@ -91,7 +91,41 @@ class Content:
         return _values.unpack_value(packed) if packed else {}
 
 
-class Message:
+class Told:
+    """What a message and a dead letter both tell: what was put, which never changes."""
+
+    __slots__ = ("_content",)
+    _content: Content
+
+    @property
+    def id(self) -> str:
+        return self._content.id
+
+    @property
+    def key(self) -> str | None:
+        return self._content.key
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """What was given at put; `{}` when nothing was."""
+        return self._content.headers
+
+    @property
+    def priority(self) -> int:
+        return self._content.priority
+
+    @property
+    def offset(self) -> int:
+        """The message's place in the log, for ever; grows with every put to the file."""
+        return self._content.offset
+
+    @property
+    def enqueued_at(self) -> datetime:
+        """When it was put, in UTC."""
+        return to_datetime(self._content.enqueued_us)
+
+
+class Message(Told):
     """One delivery of one message, leased to this process.
 
     Any thread may read it and settle it; the first settling wins. `ack`, `nack` and `fail` return
@@ -100,7 +134,7 @@ class Message:
     `StoreFailedError` leaves a settling in doubt.
     """
 
-    __slots__ = ("__weakref__", "_content", "_counts", "_lease", "_queue", "_renewing")
+    __slots__ = ("__weakref__", "_counts", "_lease", "_queue", "_renewing")
 
     def __init__(
         self, queue: Queue, content: Content, lease: Lease | None, row: Row | None = None
@@ -129,35 +163,8 @@ class Message:
         return self.body[key]
 
     @property
-    def id(self) -> str:
-        return self._content.id
-
-    @property
-    def key(self) -> str | None:
-        return self._content.key
-
-    @property
-    def headers(self) -> dict[str, Any]:
-        """What was given at put; `{}` when nothing was."""
-        return self._content.headers
-
-    @property
-    def priority(self) -> int:
-        return self._content.priority
-
-    @property
     def topic(self) -> str:
         return self._queue.topic
-
-    @property
-    def offset(self) -> int:
-        """The message's place in the log, for ever; grows with every put to the file."""
-        return self._content.offset
-
-    @property
-    def enqueued_at(self) -> datetime:
-        """When it was put, in UTC."""
-        return to_datetime(self._content.enqueued_us)
 
     @property
     def retry_count(self) -> int:

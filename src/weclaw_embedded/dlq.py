@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import _delivery, _files, _records
 from ._jsonable import dumps, jsonable
-from ._message import Content, to_datetime
+from ._message import Content, Told, to_datetime
 from ._options import check_count
 from ._queries import is_dead
 from ._records import META_TTL_US
@@ -59,10 +59,10 @@ class Failure(NamedTuple):
     consumer: str
 
 
-class DeadLetter:
+class DeadLetter(Told):
     """A message that was given up, with its history. A value: it does not follow later changes."""
 
-    __slots__ = ("_codec", "_content", "_died_us", "_failures", "_row", "group", "reason", "topic")
+    __slots__ = ("_codec", "_died_us", "_failures", "_row", "group", "reason", "topic")
 
     def __init__(self, queue: Queue, content: Content, row: Row, reason: str, died_us: int) -> None:
         self._codec = queue._codec
@@ -81,26 +81,6 @@ class DeadLetter:
     def body(self) -> Any:
         """The whole body. Raises `SerializationError` if it can't be decoded."""
         return self._content.body(self._codec)
-
-    @property
-    def id(self) -> str:
-        return self._content.id
-
-    @property
-    def key(self) -> str | None:
-        return self._content.key
-
-    @property
-    def headers(self) -> dict[str, Any]:
-        return self._content.headers
-
-    @property
-    def priority(self) -> int:
-        return self._content.priority
-
-    @property
-    def offset(self) -> int:
-        return self._content.offset
 
     @property
     def retry_count(self) -> int:
@@ -123,10 +103,6 @@ class DeadLetter:
     def failures(self) -> tuple[Failure, ...]:
         """The last 20 failed deliveries, oldest first."""
         return self._failures
-
-    @property
-    def enqueued_at(self) -> datetime:
-        return to_datetime(self._content.enqueued_us)
 
     @property
     def died_at(self) -> datetime:
