@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -67,6 +68,35 @@ def test_what_cannot_be_written_says_what_works(tmp_path: Path, ctl: Any) -> Non
         status, _, err = ctl("bench", there / "t.wq", "-n", 100)
         assert (status, len(err.splitlines())) == (1, 1)
         assert "name a FILE in a folder that can" in err
+
+
+@pytest.mark.parametrize("words", [("health",), ("stats",), ("work", "x.py:handle")], ids=" ".join)
+def test_a_file_that_may_not_be_read(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    ctl: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer of `health`, and for all others one line that promises no looking."""
+    file = tmp_path / "t.wq"
+    weclaw.Queue(file).close()
+    (tmp_path / "x.py").write_text("def handle(msg): pass\n")
+    monkeypatch.chdir(tmp_path)
+    refused = PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    def no_open(*_: object, **__: object) -> NoReturn:
+        raise refused
+
+    # Root may read everything, and the tests run as root too.
+    monkeypatch.setattr(weclaw, "open", no_open)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    status, out, err = ctl(words[0], file, *words[1:])
+    assert status == 1
+    said = out if words[0] == "health" else err
+    assert len(said.splitlines()) == 1
+    assert "t.wq can't be read (Permission denied); nothing was changed; do this as its" in said
+    if words[0] == "health":
+        assert said.startswith("BAD opens")
 
 
 def name_of(words: tuple[str, ...]) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,21 @@ def test_ctrl_c_leaves_a_tidy_screen(words: tuple[str, ...], file: Path, handler
             assert cell_len(bar) + len("^C") <= 80
         else:
             assert screen.text.splitlines()[-1].startswith("weclawctl: interrupted")
+
+
+def test_an_interrupted_put_says_how_much_is_there(file: Path) -> None:
+    """What came through the pipe before Ctrl-C is put, and counted."""
+    child = start("put", file, "--json", stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write("1\n2\n3\n")
+    child.stdin.flush()
+    for _ in range(3):
+        assert json.loads(child.stdout.readline())["id"]
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "at least 3 messages put" in err, err
 
 
 def _leased(file: Path) -> bool:

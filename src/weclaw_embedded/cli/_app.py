@@ -26,7 +26,7 @@ from weclaw_embedded.cli import (
     put,
     work,
 )
-from weclaw_embedded.cli._common import plain, say
+from weclaw_embedded.cli._common import in_one_line, plain, say
 from weclaw_embedded.errors import WeclawError
 
 __all__ = ["app", "run"]
@@ -88,12 +88,6 @@ def _usage(error: click.UsageError) -> str:
     return f"{path}: {text[:1].lower()}{text[1:]}; '{path} --help' says how"
 
 
-def _in_one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return plain(f"{error.filename}: {error.strerror}")
-    return plain(" ".join(str(error).split()) or type(error).__name__)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status and raises nothing."""
     own = list(arguments)
@@ -131,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         else:
-            click.echo(f"weclawctl: {_in_one_line(error)}", err=True)
+            click.echo(f"weclawctl: {in_one_line(error)}", err=True)
         # A plain ValueError is the library's word for a bad argument, or variable.
         return 2 if type(error) is ValueError else 1
     finally:

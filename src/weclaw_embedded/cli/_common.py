@@ -49,6 +49,7 @@ __all__ = [
     "fail_if_not_ours",
     "file_argument",
     "group_option",
+    "in_one_line",
     "json_option",
     "jsonable",
     "look_there",
@@ -93,6 +94,15 @@ class Failure(click.ClickException):
 
 def fail(message: str) -> NoReturn:
     raise Failure(message)
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error says, without its number and without line breaks."""
+    if isinstance(error, Failure):
+        return error.message
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return plain(f"{error.filename}: {error.strerror}")
+    return plain(" ".join(str(error).split()) or type(error).__name__)
 
 
 # Options.
@@ -149,8 +159,9 @@ def _complete_place(index: int) -> Callable[..., list[str]]:
     return complete
 
 
+# Whether it can be read, opening it says: to `health` that is an answer and no wrong usage.
 file_argument: Callable[[Command], Command] = click.argument(
-    "file", type=click.Path(dir_okay=False)
+    "file", type=click.Path(readable=False)
 )
 topic_option: Callable[[Command], Command] = click.option(
     "--topic",
@@ -225,16 +236,20 @@ def opened(
     try:
         made = weclaw.open(file, readonly=readonly, consumer=consumer)
     except OSError as error:
-        if not readonly:
-            fail_if_not_ours(file, error)
+        fail_if_not_ours(file, error)
         raise
     with made as store:
         yield store
 
 
 def fail_if_not_ours(file: str, error: OSError) -> None:
-    """Say what still works, if `error` is that we may not write."""
+    """Say what still works, if `error` is that we may not read or write."""
     if not isinstance(error, weclaw.WeclawError) and error.errno in _NOT_OURS:
+        if not os.access(file, os.R_OK):
+            fail(
+                f"{plain(file)} can't be read ({error.strerror}); nothing was changed; do this as "
+                "its owner"
+            )
         fail(
             f"{plain(file)} can't be written ({error.strerror}); nothing was changed; what only "
             "looks (stats, peek, verify, dlq list …) works all the same"

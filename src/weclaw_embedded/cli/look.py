@@ -153,8 +153,7 @@ def health(
             ]
             first = counts[0][1] if counts else common.queue_of(store, "default", "default").stats()
     except (common.Failure, weclaw.WeclawError, OSError) as error:
-        text = error.message if isinstance(error, common.Failure) else str(error)
-        check("opens", text, None, bad=True)
+        check("opens", common.in_one_line(error), None, bad=True)
         counts = []
     else:
         check("opens", "yes", None, bad=False)
@@ -167,7 +166,9 @@ def health(
                 copy = replica.node(other) if isinstance(other, str) else replica.node_behind(other)
             except (weclaw.WeclawError, OSError) as error:
                 name = other if isinstance(other, str) else " ".join(other)
-                check("node", f"no copy there: {error}", None, bad=True, node=name)
+                check(
+                    "node", f"no copy there: {common.in_one_line(error)}", None, bad=True, node=name
+                )
             else:
                 check_node(copy, bad=copy.role != "copy")
         check("damaged", first.damaged, 0, bad=first.damaged > 0)

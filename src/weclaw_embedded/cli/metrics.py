@@ -99,7 +99,7 @@ class _Collector:
                     for place in common.places(store, None, None)
                 ]
         except (common.Failure, weclaw.WeclawError, OSError) as error:
-            self.error = error.message if isinstance(error, common.Failure) else str(error)
+            self.error = common.in_one_line(error)
         yield GaugeMetricFamily(
             "weclaw_up", "Whether the file could be opened.", value=int(self.error is None)
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -74,7 +75,7 @@ def put(
     fault: str | None = None
     with common.opened(file, create=True) as store:
         queue = store.queue(topic)
-        with common.progress_bar("put", None) as update:
+        with common.progress_bar("put", None) as update, _told_when_interrupted(lambda: total):
             for batch, fault in _batches(bodies, source, form, text=text):
                 messages = []
                 for line, body in batch:
@@ -106,6 +107,18 @@ def put(
         )
     if not as_json:
         click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}")
+
+
+@contextlib.contextmanager
+def _told_when_interrupted(total: Callable[[], int]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        common.say(
+            f"weclawctl: at least {common.count(total(), 'message')} put; with --id-field the same "
+            "input can be put again, and nothing is there twice"
+        )
+        raise
 
 
 def _put_all(
