@@ -50,6 +50,8 @@ LAYERS = [
     ["_restore"],
     ["_message"],
     ["dlq", "_survey"],
+    ["_handle"],
+    ["_asking"],
     ["queue"],
     ["_store"],
     ["replica"],

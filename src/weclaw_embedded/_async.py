@@ -160,7 +160,7 @@ async def commit(
 ) -> list[str]:
     """`Queue._commit` by the I/O thread."""
     from . import _putting
-    from .queue import _deadline
+    from ._handle import deadline_of
 
     engine = queue._writable()
     _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
@@ -173,7 +173,7 @@ async def commit(
     call = Op(
         asyncio.get_running_loop(),
         transact,
-        until_s=_deadline(block, timeout) if puts else 0.0,
+        until_s=deadline_of(block, timeout) if puts else 0.0,
         # What waits for room in another topic does not hold up those who put into this one.
         room=object() if elsewhere else queue,
         queue=queue,

@@ -25,6 +25,7 @@ from . import _delivery, _putting, _queries, _taking
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine
+from ._handle import check_text, deadline_of
 from ._io import in_pool, io_of, small_pool
 from ._io_calls import Op, PutCall, TakeCall, closed_error, pending_until
 from ._options import UNSET, Unset, check_count
@@ -32,7 +33,7 @@ from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter
 from .errors import ClosedError, DeadLetterError, Empty
-from .queue import _NOT_MANY, Put, Queue, _deadline, _not_many, _text
+from .queue import _NOT_MANY, Put, Queue, _not_many
 
 if TYPE_CHECKING:
     from ._message import Message
@@ -160,7 +161,7 @@ class AsyncQueue:
             raise _not_many(bodies)
         many = list(bodies)
         if not many:
-            _deadline(block, timeout)  # refuses what makes no sense
+            deadline_of(block, timeout)  # refuses what makes no sense
             queue._engine  # noqa: B018  a closed queue says so
             return []
 
@@ -184,7 +185,7 @@ class AsyncQueue:
         queue = self._queue
         engine = queue._engine
         _putting.check_size(messages, engine.option("max_message_bytes"))
-        until_s = None if block is True and timeout is None else _deadline(block, timeout)
+        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         if queue._store.readonly:
             return await in_pool(queue._put, messages, block, timeout)
         call = PutCall(asyncio.get_running_loop(), queue, messages, until_s, queue.maxsize)
@@ -228,7 +229,7 @@ class AsyncQueue:
         queue = self._queue
         engine = queue._engine
         visibility_s = queue._visibility(visibility_timeout)
-        until_s = None if block is True and timeout is None else _deadline(block, timeout)
+        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         if queue._store.readonly:
             await in_pool(queue._take, n, block, timeout, visibility_timeout)
         call = TakeCall(
@@ -286,7 +287,7 @@ class AsyncQueue:
         """`async with q.transaction() as tx: tx.ack(msg, result=…); tx.put(body, topic="next")`.
         See `Queue.transaction`.
         """
-        _deadline(block, timeout)  # refuses what makes no sense
+        deadline_of(block, timeout)  # refuses what makes no sense
         self._queue._engine  # noqa: B018  a closed queue says so
         return AsyncTransaction(self._queue, block, timeout)
 
@@ -294,8 +295,8 @@ class AsyncQueue:
 
     async def result(self, id: str, timeout: float | None = 0.0) -> Any:
         """The result given at ack; waits up to `timeout` seconds. See `Queue.result`."""
-        id = _text("id", id)
-        until_s = _deadline(True, timeout)
+        id = check_text("id", id)
+        until_s = deadline_of(True, timeout)
         queue = self._queue
         if queue._store.readonly:
             return await in_pool(queue.result, id, timeout)
@@ -349,7 +350,7 @@ class AsyncQueue:
 
     async def join(self, timeout: float | None = None) -> bool:
         """Wait until nothing is ready, delayed or leased; False when the time is over first."""
-        until_s = _deadline(True, timeout)
+        until_s = deadline_of(True, timeout)
         queue = self._queue
         if until_s == 0.0 or queue._store.readonly:
             return await in_pool(queue.join, timeout)

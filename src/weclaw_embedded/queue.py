@@ -1,26 +1,27 @@
 """`Queue`: one topic of one file, seen by one consumer group.
 
-Role: the names a user meets. Arguments are checked and bodies encoded here, before any lock;
-waiting happens here, after the lock is given back; everything between is an operation of
-`_delivery` or `_queries`.
+Role: the names a user meets, and how messages are put and taken; what is asked besides is
+`_asking`'s. Arguments are checked and bodies encoded here, before any lock; waiting happens here,
+after the lock is given back; everything between is an operation of `_delivery` or `_queries`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _codecs, _delivery, _putting, _queries, _settling, _taking, _values
+from ._asking import Asking
 from ._delivery import Address, Encoded, Lease, Terms, new_waiter
 from ._engine import Engine
-from ._message import Content, Message, Transaction, clip
+from ._handle import Holder, check_text, deadline_of, us_until
+from ._message import Message, Transaction
 from ._options import (
     UNSET,
     QueueOptions,
@@ -28,51 +29,29 @@ from ._options import (
     check_count,
     check_name,
     check_seconds,
-    check_timeout,
     queue_options,
 )
 from ._putting import NoBytes, NoRoom
-from ._queries import Stats
-from ._records import group_id, key_hash
-from ._session import BATCH, POLICIES, Session
+from ._records import group_id
+from ._session import BATCH, POLICIES
 from ._shared import READY, SETTLED
 from ._wake import Waiter
 from .dlq import DeadLetterQueue
 from .errors import (
     ClosedError,
-    CorruptError,
-    DeadLetterError,
-    DiskFullError,
     Empty,
     Full,
-    OffsetTrimmedError,
 )
 
 if TYPE_CHECKING:
-    from ._index import Row
     from ._options import RetryPolicy
     from ._store import Store
 
 T = TypeVar("T")
-logger = logging.getLogger("weclaw_embedded")
 
 MAX_ID_BYTES: Final = 1024
 MAX_KEY_BYTES: Final = 65536
-_REPLAY_BATCH: Final = 50_000
-# So far apart is told how far a replay has read.
-_REPLAY_TOLD_BYTES: Final = 1 << 20
-# A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
-_LONGEST_SLEEP_S: Final = 60.0
 _LOOK_FOR_ROOM_S: Final = 0.5
-
-
-class Holder:
-    """Whose leases are handed back together: those of a queue, and with it of its store."""
-
-    __slots__ = ("store",)
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
 
 
 class Put:
@@ -105,7 +84,7 @@ class Put:
         return f"Put({self.body!r}, id={self.id!r}, key={self.key!r}, priority={self.priority})"
 
 
-class Queue:
+class Queue(Asking):
     """One topic of a file as one consumer group sees it.
 
     `Queue(path)` opens the file (made if it is missing) and the topic in one step; `Store.queue`
@@ -211,98 +190,6 @@ class Queue:
             ),
         )
 
-    # -- plumbing ----------------------------------------------------------------------------------
-
-    @property
-    def _engine(self) -> Engine:
-        if self._closed:
-            raise ClosedError(
-                f"this queue of {self._store.path} is closed; nothing was changed; open it again"
-            )
-        return self._store._engine
-
-    def _change(self, operation: Callable[..., T], *args: Any) -> T:
-        engine = self._writable()
-        result = engine.execute(operation, *args)
-        if self._policy == BATCH:
-            self._flush_later(engine, 0)
-        return result
-
-    def _writable(self) -> Engine:
-        """The engine, for a change. Raises StorageError when the file was opened to look only."""
-        store = self._store
-        engine = store._shared
-        if self._closed or store._closed or store.readonly or engine.forked:
-            self._engine  # noqa: B018  a closed queue says so first
-            return store._writable()
-        return engine
-
-    def _run(self, operation: Callable[..., T], *args: Any) -> T:
-        return self._engine.execute(operation, *args)
-
-    def _look(self, operation: Callable[..., T], *args: Any) -> T:
-        """Run what only looks. Where there is no room to write down what ended by itself, it is
-        told as if that had been written.
-        """
-        try:
-            return self._run(operation, *args)
-        except DiskFullError:
-            return self._engine.turn(_queries.imagining, operation, *args)
-
-    def _swept(self, session: Session) -> Any:
-        dead: list[int] = []
-        group = _queries.swept(session, self._address, dead)
-        self._remember_dead(dead)
-        return group
-
-    def _remember_dead(self, dead: list[int]) -> None:
-        """Letters made while looking; told after the lock is given back."""
-        if dead and self._options.on_dead is not None:
-            # Each once, though a turn that found no room was taken again.
-            offsets = list(dict.fromkeys(dead))
-            self._engine.timer.call_at(0.0, lambda: self._tell_dead(offsets))
-
-    def _find(self, session: Session, id: str) -> int | None:
-        topic = session.tx.topic(self.topic)
-        return None if topic is None else _delivery.find(session, topic.tid, id)
-
-    def _place(self, session: Session, offset: int) -> tuple[int, int]:
-        return _delivery.place(session, offset)
-
-    def _read(self, offset: int, location: int, salt: int) -> Content | None:
-        """The message itself; None when it is gone, or damaged, which sets it aside."""
-        engine = self._engine
-        while True:
-            try:
-                record, time_us = engine.put_and_time(location)
-                return Content(record, offset, salt, time_us)
-            except LookupError as error:
-                # Carried up and its segment freed since we were told the place.
-                before = location
-                try:
-                    location, salt = self._run(_delivery.place, offset)
-                except LookupError:
-                    return None
-                if location == before:
-                    # It is said to be there, and is not.
-                    self._run(_delivery.set_aside, offset, str(error))
-                    return None
-            except (CorruptError, ValueError) as error:
-                if isinstance(error, CorruptError) and engine.heal(location, location + 1):
-                    continue
-                self._run(_delivery.set_aside, offset, str(error))
-                return None
-
-    def _tell_dead(self, offsets: Iterable[int]) -> None:
-        on_dead = self._options.on_dead
-        if on_dead is None:
-            return
-        for offset in offsets:
-            try:
-                on_dead(self.dlq._at(offset))
-            except Exception:
-                logger.exception("on_dead failed for the message at offset %d", offset)
-
     # -- put ---------------------------------------------------------------------------------------
 
     def put(
@@ -364,7 +251,7 @@ class Queue:
             for one in bodies
         ]
         if not messages:
-            _deadline(block, timeout)  # refuses what makes no sense
+            deadline_of(block, timeout)  # refuses what makes no sense
             self._engine  # noqa: B018  a closed queue says so
             return []
         return self._put(messages, block, timeout)
@@ -391,9 +278,9 @@ class Queue:
         terms = Terms(plain.codec, plain.codec_name)
         terms.plain = False
         if id is not None:
-            terms.id = _text("id", id, MAX_ID_BYTES)
+            terms.id = check_text("id", id, MAX_ID_BYTES)
         if key is not None:
-            terms.key = _text("key", key, MAX_KEY_BYTES)
+            terms.key = check_text("key", key, MAX_KEY_BYTES)
         if priority != 0 or type(priority) is not int:
             terms.priority = check_count("priority", priority, 0, 9)
         if delay != 0 or delay is False:
@@ -401,7 +288,7 @@ class Queue:
         if eta is not None:
             if terms.delay_us:
                 raise ValueError("give either delay or eta; nothing was put")
-            terms.delay_us = _until(eta)
+            terms.delay_us = us_until(eta)
         if ttl is not None:
             terms.ttl_us = int(check_seconds("ttl", ttl, positive=True) * 1e6)
         if headers is not None:
@@ -414,7 +301,7 @@ class Queue:
     def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
         engine = self._writable()
         _putting.check_size(messages, engine.option("max_message_bytes"))
-        until_s = _deadline(block, timeout)
+        until_s = deadline_of(block, timeout)
         waiter: Waiter | None = None
         may_reclaim = True  # settled space is freed before anything is refused
         while True:
@@ -458,23 +345,13 @@ class Queue:
         self._sleep(engine, waiter, look_s if until_s is None else min(look_s, until_s))
         return None, True
 
-    def _flush_later(self, engine: Engine, n: int) -> None:
-        """`batch`: what was written, `n` messages among it, is forced to disk in time."""
-        options = self._store._options
-        engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
-
-    def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
-        engine.wait(waiter, until_s)
-        if self._closed:
-            engine.stop_waiting()
-            raise ClosedError("the queue was closed while this call waited; nothing was changed")
-
     def cancel(self, id: str) -> bool:
         """Take a message out of every group. False if it is unknown, or any group holds it or has
         settled it; then nothing is changed.
         """
         dead: list[int] = []
-        done = self._change(_queries.cancel, self._address, _text("id", id), self._policy, dead)
+        id = check_text("id", id)
+        done = self._change(_queries.cancel, self._address, id, self._policy, dead)
         self._remember_dead(dead)
         return done
 
@@ -518,7 +395,7 @@ class Queue:
     ) -> list[Message]:
         engine = self._writable()
         visibility_s = self._visibility(visibility_timeout)
-        until_s = _deadline(block, timeout)
+        until_s = deadline_of(block, timeout)
         may_sync = True
         while True:
             over = until_s is not None and time.monotonic() >= until_s
@@ -553,15 +430,6 @@ class Queue:
         if given is None:
             return None
         return check_seconds("visibility_timeout", given, positive=True)
-
-    def _wake_at(
-        self, engine: Engine, look_again_us: int | None, until_s: float | None
-    ) -> float | None:
-        if look_again_us is None:
-            return until_s
-        ahead_s = (look_again_us - engine.now_us()) / 1e6
-        look_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
-        return look_s if until_s is None else min(look_s, until_s)
 
     def _messages(self, engine: Engine, leases: list[Lease]) -> list[Message]:
         messages = []
@@ -599,7 +467,7 @@ class Queue:
         same group. `timeout` seconds at most (None: for ever), not at all unless `block`; leases
         are not renewed meanwhile. One that puts nothing never waits.
         """
-        _deadline(block, timeout)  # refuses what makes no sense
+        deadline_of(block, timeout)  # refuses what makes no sense
         self._engine  # noqa: B018  a closed queue says so
         return Transaction(self, block, timeout)
 
@@ -632,7 +500,7 @@ class Queue:
         engine = self._writable()
         _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
         maxsizes = self._maxsizes(puts)
-        until_s = _deadline(block, timeout)
+        until_s = deadline_of(block, timeout)
         waiter: Waiter | None = None
         may_reclaim = True
         while True:
@@ -648,262 +516,6 @@ class Queue:
             if self._policy == BATCH:
                 self._flush_later(engine, len(puts))
             return ids
-
-    # -- results -----------------------------------------------------------------------------------
-
-    def result(self, id: str, timeout: float | None = 0.0) -> Any:
-        """The result given at ack, waiting up to `timeout` seconds for it (None: for ever).
-
-        Raises:
-            Empty: not settled yet.
-            DeadLetterError: it is dead; carries the letter.
-            KeyError: unknown, cancelled, purged, or no longer kept.
-        """
-        id = _text("id", id)
-        until_s = _deadline(True, timeout)
-        engine = self._engine
-        while True:
-            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
-            dead: list[int] = []
-            found = engine.execute(_queries.outcome, self._address, id, dead, waiter)
-            self._remember_dead(dead)
-            if found.state in ("done", "dead", "unknown") and waiter is not None:
-                engine.waker.discard(waiter)
-            if found.state == "done":
-                return self._result_at(engine, found.ack_at)
-            if found.state == "dead":
-                raise DeadLetterError(self.dlq._at(found.offset))
-            if found.state == "unknown":
-                raise KeyError(id)
-            if waiter is None or (until_s is not None and time.monotonic() >= until_s):
-                if waiter is not None:
-                    engine.waker.discard(waiter)
-                raise Empty(f"message {id} is not settled yet (it is {found.state})")
-            self._sleep(engine, waiter, self._wake_at(engine, found.look_again_us, until_s))
-
-    def _result_at(self, engine: Engine, ack_at: int | None) -> Any:
-        if ack_at is None:
-            return None
-        packed = engine.result_bytes(ack_at, self._address.gid)
-        return _values.unpack_value(packed) if packed else None
-
-    def status(self, id: str) -> str:
-        """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""
-        dead: list[int] = []
-        state = self._look(_queries.status, self._address, _text("id", id), dead)
-        self._remember_dead(dead)
-        return state
-
-    # -- looking -----------------------------------------------------------------------------------
-
-    def qsize(self) -> int:
-        """Messages ready or delayed in this group."""
-
-        def count(session: Session) -> int:
-            group = self._swept(session)
-            return 0 if group is None else _delivery.waiting_in(session.tx, group)
-
-        return self._look(count)
-
-    def empty(self) -> bool:
-        """True when nothing is ready or delayed."""
-        return self.qsize() == 0
-
-    def full(self) -> bool:
-        """True when `maxsize` is reached; never without one."""
-        return self.maxsize > 0 and self.qsize() >= self.maxsize
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is ready, delayed or leased in this group; False when `timeout`
-        seconds went by first.
-        """
-        until_s = _deadline(True, timeout)
-        engine = self._engine
-        while True:
-            waiter = new_waiter(SETTLED)
-
-            def count(session: Session, waiter: Waiter = waiter) -> tuple[int, int | None]:
-                group = self._swept(session)
-                if group is None:
-                    return 0, None
-                left = _delivery.waiting_in(session.tx, group) + int(group.n_leased)
-                if not left:
-                    return 0, None
-                _delivery.wait_settled(session, group.tid, waiter)
-                return left, _taking.next_look(session, group)
-
-            left, look_again_us = engine.execute(count)
-            if not left:
-                return True
-            if until_s is not None and time.monotonic() >= until_s:
-                engine.waker.discard(waiter)
-                return False
-            self._sleep(engine, waiter, self._wake_at(engine, look_again_us, until_s))
-
-    def peek(self, n: int = 1) -> list[Message]:
-        """The next `n` messages as they would be delivered; takes nothing, and they can't be
-        settled.
-        """
-        n = check_count("n", n, 0)
-
-        def look(session: Session) -> list[tuple[int, tuple[int, int], Row | None]]:
-            group = self._swept(session)
-            if group is None:
-                return []
-            return [
-                (offset, self._place(session, offset), session.tx.row(group.gid, offset))
-                for offset in session.tx.peek(group, n, session.now_us)
-            ]
-
-        found = []
-        for offset, (location, salt), row in self._look(look):
-            content = self._read(offset, location, salt)
-            if content is not None:
-                found.append(Message(self, content, None, row))
-        return found
-
-    def stats(self) -> Stats:
-        """Counts and sizes, all of one moment."""
-        dead: list[int] = []
-        found = self._look(_queries.stats, self._address, dead)
-        self._remember_dead(dead)
-        return found
-
-    @property
-    def offset(self) -> int:
-        """Everything before this offset is settled in this group."""
-
-        def look(session: Session) -> int:
-            group = self._swept(session)
-            return session.log.head_offset if group is None else session.tx.first_unsettled(group)
-
-        return self._look(look)
-
-    # -- steering ----------------------------------------------------------------------------------
-
-    def purge(self) -> int:
-        """Throw away all that is ready or delayed in this group; returns how many. What is leased
-        or dead stays.
-        """
-        dead: list[int] = []
-        count = self._change(_queries.purge, self._address, self._policy, dead)
-        self._remember_dead(dead)
-        return count
-
-    def pause(self, seconds: float, reason: str | None = None) -> None:
-        """No deliveries from this topic and group for so long, in any process, over restarts."""
-        seconds = check_seconds("seconds", seconds, positive=True)
-        self._change(_queries.pause, self._address, seconds, clip(reason, ""), self._policy)
-
-    def resume(self) -> None:
-        """End a pause."""
-        self._change(_queries.pause, self._address, 0.0, "", self._policy)
-
-    def replay(
-        self,
-        *,
-        offset: int | str | None = None,
-        since: datetime | None = None,
-        ids: Iterable[str] | None = None,
-    ) -> int:
-        """Let settled messages flow again through this group; returns how many.
-
-        Exactly one of: `offset` (all from there; "earliest": all that is kept), `since` (all put
-        from then on, aware), `ids`. Their retries begin anew and their old results are gone; dead
-        letters stay, cancelled and purged ones are gone.
-
-        Raises `OffsetTrimmedError`, which carries the first offset still kept.
-        """
-        return self._replay(None, offset, since, ids)
-
-    def _replay(
-        self,
-        seen: Callable[[int, int], None] | None,
-        offset: int | str | None,
-        since: datetime | None,
-        ids: Iterable[str] | None,
-    ) -> int:
-        given = [
-            name
-            for name, v in (("offset", offset), ("since", since), ("ids", ids))
-            if v is not None
-        ]
-        if len(given) != 1:
-            raise TypeError("replay takes exactly one of offset, since, ids; nothing was changed")
-        if isinstance(ids, str):
-            raise TypeError(f"ids takes several ids, not one str; use [{ids!r}]")
-        wanted = None if ids is None else [_text("id", one) for one in ids]
-        start: int | None = None  # all that is kept
-        if isinstance(offset, str):
-            if offset != "earliest":
-                raise ValueError(f"offset must be a number or 'earliest', not {offset!r}")
-        elif offset is not None:
-            start = check_count("offset", offset, 0, 2**56 - 1)
-        engine = self._writable()
-        since_us = 0 if since is None else engine.now_us() - _ago(since)
-        if start is not None and start < engine.log.head_offset:
-            raise OffsetTrimmedError(engine.first_offset())
-        engine.execute(_delivery.group_of, self._address)
-        if wanted is not None:
-            return self._replay_ids(wanted)
-        return self._replay_from(engine, start, since_us, seen)
-
-    def _replay_ids(self, ids: list[str]) -> int:
-        def choose(session: Session) -> int:
-            topic = session.tx.topic(self.topic)
-            if topic is None:
-                return 0
-            chosen = []
-            for one in dict.fromkeys(ids):
-                offset = _delivery.find(session, topic.tid, one)
-                if offset is None:
-                    continue
-                record, _ = session.engine.put_and_time(_delivery.place(session, offset)[0])
-                candidate = _queries.candidate(offset, record, topic.tid, key_hash)
-                if candidate is not None:
-                    chosen.append(candidate)
-            chosen.sort()
-            return _queries.replay(session, self._address, chosen, self._policy)
-
-        return self._change(choose)
-
-    def _replay_from(
-        self,
-        engine: Engine,
-        start: int | None,
-        since_us: int,
-        seen: Callable[[int, int], None] | None,
-    ) -> int:
-        tid = engine.execute(lambda session: _delivery.topic_of(session, self.topic)[0])
-        done = 0
-        batch: dict[int, _queries.Candidate] = {}  # by offset: one may have been carried twice
-        log = engine.log
-        begin = log.head_offset if start is None else log.boundary_before(start)
-        end = engine.page.words[0]
-        told = begin
-        if seen is not None:
-            seen(0, max(1, end - begin))
-        for frame in log.frames(begin, end, on_damage=_ignore):
-            for at, record in frame[5]:
-                offset, time_us, put = _queries.put_of(at, frame[2], record)
-                if put is None or time_us < since_us or (start is not None and offset < start):
-                    continue
-                candidate = _queries.candidate(offset, put, tid, key_hash)
-                if candidate is not None:
-                    batch[offset] = candidate
-            if len(batch) >= _REPLAY_BATCH:
-                done += self._replay_batch(batch)
-                batch = {}
-            # By what was read, too: what is to flow again may all be at the end.
-            if seen is not None and frame[0] >= told + _REPLAY_TOLD_BYTES:
-                told = frame[0]
-                seen(told - begin, end - begin)
-        return done + self._replay_batch(batch)
-
-    def _replay_batch(self, batch: dict[int, _queries.Candidate]) -> int:
-        if not batch:
-            return 0
-        return self._change(_queries.replay, self._address, list(batch.values()), self._policy)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -956,50 +568,6 @@ def _not_many(bodies: Any) -> TypeError:
     )
 
 
-def _ignore(offset: int, reason: str) -> None:
-    """Damage is reported where messages are read."""
-
-
 def _reopen(path: str, store: dict[str, Any], queue: dict[str, Any]) -> Queue:
     options = dict(queue)
     return Queue(path, options.pop("topic", "default"), **options, **store)
-
-
-def _text(name: str, value: Any, limit_bytes: int | None = None) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {value!r}; nothing was changed")
-    try:
-        size = len(value.encode("utf-8"))
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} can't be written in UTF-8; nothing was changed") from None
-    if limit_bytes is not None and not 1 <= size <= limit_bytes:
-        raise ValueError(
-            f"{name} must have 1 to {limit_bytes} bytes in UTF-8, not {size}; nothing was changed"
-        )
-    return value
-
-
-def _until(eta: datetime) -> int:
-    """Microseconds until then, by the wall clock at this moment."""
-    return max(0, -_ago(eta, "eta"))
-
-
-def _ago(moment: datetime, name: str = "since") -> int:
-    if not isinstance(moment, datetime):
-        raise TypeError(f"{name} must be a datetime, not {moment!r}; nothing was changed")
-    if moment.tzinfo is None or moment.utcoffset() is None:
-        raise ValueError(f"{name} must be aware (have a time zone); nothing was changed")
-    passed = datetime.now(timezone.utc) - moment
-    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
-
-
-def _deadline(block: bool, timeout: float | None) -> float | None:
-    """time.monotonic() at which to give up: None never, 0.0 at once."""
-    if block is not True and block is not False:
-        raise TypeError(f"block must be True or False, not {block!r}; nothing was changed")
-    seconds = None if timeout is None else check_timeout("timeout", timeout)
-    if not block:
-        return 0.0
-    if seconds is None:
-        return None
-    return time.monotonic() + seconds if seconds > 0 else 0.0

@@ -20,12 +20,12 @@ from . import _dropin, _settling, errors
 from ._delivery import Lease, Taken, new_waiter
 from ._dropin import FIFO, LIFO, PRIORITY, Core
 from ._engine import Engine
+from ._handle import deadline_of
 from ._putting import NoRoom
 from ._session import BATCH, Session
 from ._shared import READY, SETTLED
 from ._wake import Waiter
 from .errors import ClosedError
-from .queue import _deadline
 
 __all__ = ["Empty", "Full", "LifoQueue", "PriorityQueue", "Queue", "ShutDown"]
 
@@ -119,7 +119,7 @@ class Queue(_Generic[T]):
         `weclaw_embedded.Queue.put`.
         """
         core = self._core
-        until_s = _deadline(bool(block), timeout if block else None)
+        until_s = deadline_of(bool(block), timeout if block else None)
         if core.is_shutdown:
             raise _dropin.shut_down()
         message = core.encode(item)
@@ -158,7 +158,7 @@ class Queue(_Generic[T]):
         Raises `Empty`, `ShutDown`.
         """
         core = self._core
-        until_s = _deadline(bool(block), timeout if block else None)
+        until_s = deadline_of(bool(block), timeout if block else None)
         while True:
             engine = core.engine
             over = until_s is not None and time.monotonic() >= until_s

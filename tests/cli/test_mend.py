@@ -191,7 +191,7 @@ def test_what_takes_long_tells_how_far_it_is(
             for msg in q.get_many(100):
                 tx.ack(msg)
     damage(file, b"00050" * 2000)
-    monkeypatch.setattr("weclaw_embedded.queue._REPLAY_TOLD_BYTES", 20_000)
+    monkeypatch.setattr("weclaw_embedded._asking._REPLAY_TOLD_BYTES", 20_000)
     words = {"backup": [file.parent / "out.wq"], "replay": ["--offset", "earliest"]}
     assert ctl(verb, file, *words.get(verb, []))[0] == (verb == "verify")
     mine = [(done, total) for label, done, total in seen if label == verb]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 import weclaw_embedded as weclaw
@@ -50,3 +52,28 @@ def test_closing_a_queue_of_a_store_leaves_the_store_open(path):
             first.put("x")
         second.put("y")
         assert store.queue("second").get(block=False).body == "y"
+
+
+def test_what_is_pickled_keeps_its_place(path):
+    """A pickle names modules: those of what a user pickles stay where they are."""
+    places = {
+        "queue": [weclaw.Queue, weclaw.Put],
+        "dlq": [weclaw.DeadLetter, weclaw.Failure],
+        "_options": [weclaw.RetryPolicy],
+        "_queries": [weclaw.Stats, weclaw.GroupInfo],
+        "errors": [
+            one
+            for name in weclaw.__all__
+            if isinstance(one := getattr(weclaw, name), type) and issubclass(one, Exception)
+            if one not in (weclaw.Discard, weclaw.RetryLater)
+        ],
+    }
+    for module, classes in places.items():
+        assert {one.__module__ for one in classes} == {f"weclaw_embedded.{module}"}
+    with weclaw.Queue(path) as q:
+        q.put("x")
+        maker, _ = q.__reduce__()
+        assert (maker.__module__, maker.__qualname__) == ("weclaw_embedded.queue", "_reopen")
+        with pickle.loads(pickle.dumps(q)) as again:
+            assert type(again) is weclaw.Queue
+            assert again.get().body == "x"

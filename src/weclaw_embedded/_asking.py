@@ -1,0 +1,298 @@
+"""What is asked of a queue, and what steers it: results, counts, looks, pauses, replays.
+
+Role: what `Queue` inherits for all that neither puts nor takes. Waiting for a result or for the
+end of all work happens here, after the lock is given back; what is asked under it is an operation
+of `_queries`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from . import _delivery, _queries, _taking, _values
+from ._delivery import new_waiter
+from ._engine import Engine
+from ._handle import Handle, check_text, deadline_of, us_since
+from ._message import Message, clip
+from ._options import check_count, check_seconds
+from ._queries import Stats
+from ._records import key_hash
+from ._session import Session
+from ._shared import SETTLED
+from ._wake import Waiter
+from .errors import DeadLetterError, Empty, OffsetTrimmedError
+
+if TYPE_CHECKING:
+    from ._index import Row
+    from .queue import Queue
+
+_REPLAY_BATCH: Final = 50_000
+# So far apart is told how far a replay has read.
+_REPLAY_TOLD_BYTES: Final = 1 << 20
+
+
+class Asking(Handle):
+    """What `Queue` can be asked, and told besides to put and to take."""
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def result(self, id: str, timeout: float | None = 0.0) -> Any:
+        """The result given at ack, waiting up to `timeout` seconds for it (None: for ever).
+
+        Raises:
+            Empty: not settled yet.
+            DeadLetterError: it is dead; carries the letter.
+            KeyError: unknown, cancelled, purged, or no longer kept.
+        """
+        id = check_text("id", id)
+        until_s = deadline_of(True, timeout)
+        engine = self._engine
+        while True:
+            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
+            dead: list[int] = []
+            found = engine.execute(_queries.outcome, self._address, id, dead, waiter)
+            self._remember_dead(dead)
+            if found.state in ("done", "dead", "unknown") and waiter is not None:
+                engine.waker.discard(waiter)
+            if found.state == "done":
+                return self._result_at(engine, found.ack_at)
+            if found.state == "dead":
+                raise DeadLetterError(self.dlq._at(found.offset))
+            if found.state == "unknown":
+                raise KeyError(id)
+            if waiter is None or (until_s is not None and time.monotonic() >= until_s):
+                if waiter is not None:
+                    engine.waker.discard(waiter)
+                raise Empty(f"message {id} is not settled yet (it is {found.state})")
+            self._sleep(engine, waiter, self._wake_at(engine, found.look_again_us, until_s))
+
+    def _result_at(self, engine: Engine, ack_at: int | None) -> Any:
+        if ack_at is None:
+            return None
+        packed = engine.result_bytes(ack_at, self._address.gid)
+        return _values.unpack_value(packed) if packed else None
+
+    def status(self, id: str) -> str:
+        """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""
+        dead: list[int] = []
+        state = self._look(_queries.status, self._address, check_text("id", id), dead)
+        self._remember_dead(dead)
+        return state
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def qsize(self) -> int:
+        """Messages ready or delayed in this group."""
+
+        def count(session: Session) -> int:
+            group = self._swept(session)
+            return 0 if group is None else _delivery.waiting_in(session.tx, group)
+
+        return self._look(count)
+
+    def empty(self) -> bool:
+        """True when nothing is ready or delayed."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """True when `maxsize` is reached; never without one."""
+        return self.maxsize > 0 and self.qsize() >= self.maxsize
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is ready, delayed or leased in this group; False when `timeout`
+        seconds went by first.
+        """
+        until_s = deadline_of(True, timeout)
+        engine = self._engine
+        while True:
+            waiter = new_waiter(SETTLED)
+
+            def count(session: Session, waiter: Waiter = waiter) -> tuple[int, int | None]:
+                group = self._swept(session)
+                if group is None:
+                    return 0, None
+                left = _delivery.waiting_in(session.tx, group) + int(group.n_leased)
+                if not left:
+                    return 0, None
+                _delivery.wait_settled(session, group.tid, waiter)
+                return left, _taking.next_look(session, group)
+
+            left, look_again_us = engine.execute(count)
+            if not left:
+                return True
+            if until_s is not None and time.monotonic() >= until_s:
+                engine.waker.discard(waiter)
+                return False
+            self._sleep(engine, waiter, self._wake_at(engine, look_again_us, until_s))
+
+    def peek(self, n: int = 1) -> list[Message]:
+        """The next `n` messages as they would be delivered; takes nothing, and they can't be
+        settled.
+        """
+        n = check_count("n", n, 0)
+
+        def look(session: Session) -> list[tuple[int, tuple[int, int], Row | None]]:
+            group = self._swept(session)
+            if group is None:
+                return []
+            return [
+                (offset, self._place(session, offset), session.tx.row(group.gid, offset))
+                for offset in session.tx.peek(group, n, session.now_us)
+            ]
+
+        found = []
+        for offset, (location, salt), row in self._look(look):
+            content = self._read(offset, location, salt)
+            if content is not None:
+                found.append(Message(cast("Queue", self), content, None, row))
+        return found
+
+    def stats(self) -> Stats:
+        """Counts and sizes, all of one moment."""
+        dead: list[int] = []
+        found = self._look(_queries.stats, self._address, dead)
+        self._remember_dead(dead)
+        return found
+
+    @property
+    def offset(self) -> int:
+        """Everything before this offset is settled in this group."""
+
+        def look(session: Session) -> int:
+            group = self._swept(session)
+            return session.log.head_offset if group is None else session.tx.first_unsettled(group)
+
+        return self._look(look)
+
+    # -- steering ----------------------------------------------------------------------------------
+
+    def purge(self) -> int:
+        """Throw away all that is ready or delayed in this group; returns how many. What is leased
+        or dead stays.
+        """
+        dead: list[int] = []
+        count = self._change(_queries.purge, self._address, self._policy, dead)
+        self._remember_dead(dead)
+        return count
+
+    def pause(self, seconds: float, reason: str | None = None) -> None:
+        """No deliveries from this topic and group for so long, in any process, over restarts."""
+        seconds = check_seconds("seconds", seconds, positive=True)
+        self._change(_queries.pause, self._address, seconds, clip(reason, ""), self._policy)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._change(_queries.pause, self._address, 0.0, "", self._policy)
+
+    def replay(
+        self,
+        *,
+        offset: int | str | None = None,
+        since: datetime | None = None,
+        ids: Iterable[str] | None = None,
+    ) -> int:
+        """Let settled messages flow again through this group; returns how many.
+
+        Exactly one of: `offset` (all from there; "earliest": all that is kept), `since` (all put
+        from then on, aware), `ids`. Their retries begin anew and their old results are gone; dead
+        letters stay, cancelled and purged ones are gone.
+
+        Raises `OffsetTrimmedError`, which carries the first offset still kept.
+        """
+        return self._replay(None, offset, since, ids)
+
+    def _replay(
+        self,
+        seen: Callable[[int, int], None] | None,
+        offset: int | str | None,
+        since: datetime | None,
+        ids: Iterable[str] | None,
+    ) -> int:
+        given = [
+            name
+            for name, v in (("offset", offset), ("since", since), ("ids", ids))
+            if v is not None
+        ]
+        if len(given) != 1:
+            raise TypeError("replay takes exactly one of offset, since, ids; nothing was changed")
+        if isinstance(ids, str):
+            raise TypeError(f"ids takes several ids, not one str; use [{ids!r}]")
+        wanted = None if ids is None else [check_text("id", one) for one in ids]
+        start: int | None = None  # all that is kept
+        if isinstance(offset, str):
+            if offset != "earliest":
+                raise ValueError(f"offset must be a number or 'earliest', not {offset!r}")
+        elif offset is not None:
+            start = check_count("offset", offset, 0, 2**56 - 1)
+        engine = self._writable()
+        since_us = 0 if since is None else engine.now_us() - us_since(since)
+        if start is not None and start < engine.log.head_offset:
+            raise OffsetTrimmedError(engine.first_offset())
+        engine.execute(_delivery.group_of, self._address)
+        if wanted is not None:
+            return self._replay_ids(wanted)
+        return self._replay_from(engine, start, since_us, seen)
+
+    def _replay_ids(self, ids: list[str]) -> int:
+        def choose(session: Session) -> int:
+            topic = session.tx.topic(self.topic)
+            if topic is None:
+                return 0
+            chosen = []
+            for one in dict.fromkeys(ids):
+                offset = _delivery.find(session, topic.tid, one)
+                if offset is None:
+                    continue
+                record, _ = session.engine.put_and_time(_delivery.place(session, offset)[0])
+                candidate = _queries.candidate(offset, record, topic.tid, key_hash)
+                if candidate is not None:
+                    chosen.append(candidate)
+            chosen.sort()
+            return _queries.replay(session, self._address, chosen, self._policy)
+
+        return self._change(choose)
+
+    def _replay_from(
+        self,
+        engine: Engine,
+        start: int | None,
+        since_us: int,
+        seen: Callable[[int, int], None] | None,
+    ) -> int:
+        tid = engine.execute(lambda session: _delivery.topic_of(session, self.topic)[0])
+        done = 0
+        batch: dict[int, _queries.Candidate] = {}  # by offset: one may have been carried twice
+        log = engine.log
+        begin = log.head_offset if start is None else log.boundary_before(start)
+        end = engine.page.words[0]
+        told = begin
+        if seen is not None:
+            seen(0, max(1, end - begin))
+        for frame in log.frames(begin, end, on_damage=_ignore):
+            for at, record in frame[5]:
+                offset, time_us, put = _queries.put_of(at, frame[2], record)
+                if put is None or time_us < since_us or (start is not None and offset < start):
+                    continue
+                candidate = _queries.candidate(offset, put, tid, key_hash)
+                if candidate is not None:
+                    batch[offset] = candidate
+            if len(batch) >= _REPLAY_BATCH:
+                done += self._replay_batch(batch)
+                batch = {}
+            # By what was read, too: what is to flow again may all be at the end.
+            if seen is not None and frame[0] >= told + _REPLAY_TOLD_BYTES:
+                told = frame[0]
+                seen(told - begin, end - begin)
+        return done + self._replay_batch(batch)
+
+    def _replay_batch(self, batch: dict[int, _queries.Candidate]) -> int:
+        if not batch:
+            return 0
+        return self._change(_queries.replay, self._address, list(batch.values()), self._policy)
+
+
+def _ignore(offset: int, reason: str) -> None:
+    """Damage is reported where messages are read."""

@@ -1,0 +1,210 @@
+"""What a queue is made of below its names: its engine, its address, and how it waits.
+
+Role: what `Queue` inherits to run operations: on an engine that is opened anew after a fork, with
+letters that were made on the way told of after the lock is given back. And the checks of what
+several calls are given.
+
+It must not know what is put, taken or asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from . import _delivery, _queries
+from ._delivery import Address
+from ._engine import Engine
+from ._message import Content
+from ._options import QueueOptions, check_timeout
+from ._session import BATCH, Session
+from ._wake import Waiter
+from .dlq import DeadLetterQueue
+from .errors import ClosedError, CorruptError, DiskFullError
+
+if TYPE_CHECKING:
+    from ._store import Store
+
+T = TypeVar("T")
+logger = logging.getLogger("weclaw_embedded")
+
+# A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
+_LONGEST_SLEEP_S: Final = 60.0
+
+
+class Holder:
+    """Whose leases are handed back together: those of a queue, and with it of its store."""
+
+    __slots__ = ("store",)
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+
+class Handle:
+    """One topic of one open file, as one group sees it. See `Queue`."""
+
+    topic: str
+    maxsize: int
+    dlq: DeadLetterQueue
+    _store: Store
+    _options: QueueOptions
+    _policy: int
+    _address: Address
+    _closed: bool
+
+    @property
+    def _engine(self) -> Engine:
+        if self._closed:
+            raise ClosedError(
+                f"this queue of {self._store.path} is closed; nothing was changed; open it again"
+            )
+        return self._store._engine
+
+    def _change(self, operation: Callable[..., T], *args: Any) -> T:
+        engine = self._writable()
+        result = engine.execute(operation, *args)
+        if self._policy == BATCH:
+            self._flush_later(engine, 0)
+        return result
+
+    def _writable(self) -> Engine:
+        """The engine, for a change. Raises StorageError when the file was opened to look only."""
+        store = self._store
+        engine = store._shared
+        if self._closed or store._closed or store.readonly or engine.forked:
+            self._engine  # noqa: B018  a closed queue says so first
+            return store._writable()
+        return engine
+
+    def _run(self, operation: Callable[..., T], *args: Any) -> T:
+        return self._engine.execute(operation, *args)
+
+    def _look(self, operation: Callable[..., T], *args: Any) -> T:
+        """Run what only looks. Where there is no room to write down what ended by itself, it is
+        told as if that had been written.
+        """
+        try:
+            return self._run(operation, *args)
+        except DiskFullError:
+            return self._engine.turn(_queries.imagining, operation, *args)
+
+    def _swept(self, session: Session) -> Any:
+        dead: list[int] = []
+        group = _queries.swept(session, self._address, dead)
+        self._remember_dead(dead)
+        return group
+
+    def _remember_dead(self, dead: list[int]) -> None:
+        """Letters made while looking; told after the lock is given back."""
+        if dead and self._options.on_dead is not None:
+            # Each once, though a turn that found no room was taken again.
+            offsets = list(dict.fromkeys(dead))
+            self._engine.timer.call_at(0.0, lambda: self._tell_dead(offsets))
+
+    def _find(self, session: Session, id: str) -> int | None:
+        topic = session.tx.topic(self.topic)
+        return None if topic is None else _delivery.find(session, topic.tid, id)
+
+    def _place(self, session: Session, offset: int) -> tuple[int, int]:
+        return _delivery.place(session, offset)
+
+    def _read(self, offset: int, location: int, salt: int) -> Content | None:
+        """The message itself; None when it is gone, or damaged, which sets it aside."""
+        engine = self._engine
+        while True:
+            try:
+                record, time_us = engine.put_and_time(location)
+                return Content(record, offset, salt, time_us)
+            except LookupError as error:
+                # Carried up and its segment freed since we were told the place.
+                before = location
+                try:
+                    location, salt = self._run(_delivery.place, offset)
+                except LookupError:
+                    return None
+                if location == before:
+                    # It is said to be there, and is not.
+                    self._run(_delivery.set_aside, offset, str(error))
+                    return None
+            except (CorruptError, ValueError) as error:
+                if isinstance(error, CorruptError) and engine.heal(location, location + 1):
+                    continue
+                self._run(_delivery.set_aside, offset, str(error))
+                return None
+
+    def _tell_dead(self, offsets: Iterable[int]) -> None:
+        on_dead = self._options.on_dead
+        if on_dead is None:
+            return
+        for offset in offsets:
+            try:
+                on_dead(self.dlq._at(offset))
+            except Exception:
+                logger.exception("on_dead failed for the message at offset %d", offset)
+
+    def _flush_later(self, engine: Engine, n: int) -> None:
+        """`batch`: what was written, `n` messages among it, is forced to disk in time."""
+        options = self._store._options
+        engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
+
+    def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
+        engine.wait(waiter, until_s)
+        if self._closed:
+            engine.stop_waiting()
+            raise ClosedError("the queue was closed while this call waited; nothing was changed")
+
+    def _wake_at(
+        self, engine: Engine, look_again_us: int | None, until_s: float | None
+    ) -> float | None:
+        if look_again_us is None:
+            return until_s
+        ahead_s = (look_again_us - engine.now_us()) / 1e6
+        look_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
+        return look_s if until_s is None else min(look_s, until_s)
+
+
+# What several calls are given -------------------------------------------------------------------
+
+
+def check_text(name: str, value: Any, limit_bytes: int | None = None) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {value!r}; nothing was changed")
+    try:
+        size = len(value.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} can't be written in UTF-8; nothing was changed") from None
+    if limit_bytes is not None and not 1 <= size <= limit_bytes:
+        raise ValueError(
+            f"{name} must have 1 to {limit_bytes} bytes in UTF-8, not {size}; nothing was changed"
+        )
+    return value
+
+
+def us_until(eta: datetime) -> int:
+    """Microseconds until then, by the wall clock at this moment."""
+    return max(0, -us_since(eta, "eta"))
+
+
+def us_since(moment: datetime, name: str = "since") -> int:
+    if not isinstance(moment, datetime):
+        raise TypeError(f"{name} must be a datetime, not {moment!r}; nothing was changed")
+    if moment.tzinfo is None or moment.utcoffset() is None:
+        raise ValueError(f"{name} must be aware (have a time zone); nothing was changed")
+    passed = datetime.now(timezone.utc) - moment
+    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
+
+
+def deadline_of(block: bool, timeout: float | None) -> float | None:
+    """time.monotonic() at which to give up: None never, 0.0 at once."""
+    if block is not True and block is not False:
+        raise TypeError(f"block must be True or False, not {block!r}; nothing was changed")
+    seconds = None if timeout is None else check_timeout("timeout", timeout)
+    if not block:
+        return 0.0
+    if seconds is None:
+        return None
+    return time.monotonic() + seconds if seconds > 0 else 0.0
