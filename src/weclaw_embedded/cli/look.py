@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -106,9 +106,7 @@ def _stands_still(found: Mapping[str, Any]) -> bool:
 @click.option("--group", help="Only this group; default: all.")
 @common.json_option
 @common.readonly_option
-@click.pass_context
 def health(
-    context: click.Context,
     file: str,
     max_backlog: int | None,
     max_age: float | None,
@@ -125,78 +123,106 @@ def health(
     name that is not there, and a file that a promoted copy has taken the place of. What somebody
     should see but may be meant, such as a pause, is marked with "!!" and ends with 0.
     """
-    checks: list[dict[str, Any]] = []
-
-    def check(
-        name: str, value: Any, limit: float | None, *, bad: bool, warn: bool = False, **where: Any
-    ) -> None:
-        found = {"check": name, "ok": not bad, "warning": warn, "value": value, "limit": limit}
-        checks.append({**found, **where})
-
-    def check_node(found: replica.Node, *, bad: bool) -> None:
-        value = f"{found.role}, epoch {found.epoch}"
-        more: dict[str, Any] = {
-            "node": found.path,
-            "role": found.role,
-            "epoch": found.epoch,
-            "alive": found.alive,
-        }
-        check("node", value, None, bad=bad, **more)
-
+    checks = _Checks()
+    counts: list[tuple[common.Place, weclaw.Stats]] = []
     try:
         with common.looking(file, readonly=readonly) as store:
             wrong = common.missing(store, topic, group)
             other = _survey.replica_of(store)
-            counts = [
-                (place, common.queue_of(store, place.topic, place.group).stats())
-                for place in (common.places(store, topic, group) if wrong is None else [])
-            ]
+            if wrong is None:
+                counts = [
+                    (place, common.queue_of(store, place.topic, place.group).stats())
+                    for place in common.places(store, topic, group)
+                ]
             first = counts[0][1] if counts else common.queue_of(store, "default", "default").stats()
     except (common.Failure, weclaw.WeclawError, OSError) as error:
-        check("opens", common.in_one_line(error), None, bad=True)
+        checks.add("opens", common.in_one_line(error), bad=True)
         counts = []
     else:
-        check("opens", "yes", None, bad=False)
+        checks.add("opens", "yes")
         if wrong is not None:
-            check("named", wrong, None, bad=True)
-        me = replica.node(file)
-        check_node(me, bad=me.role == "fenced")
-        if other and me.role != "copy":  # of a copy it is the copy itself
-            try:
-                copy = replica.node(other) if isinstance(other, str) else replica.node_behind(other)
-            except (weclaw.WeclawError, OSError) as error:
-                name = other if isinstance(other, str) else " ".join(other)
-                check(
-                    "node", f"no copy there: {common.in_one_line(error)}", None, bad=True, node=name
-                )
-            else:
-                check_node(copy, bad=copy.role != "copy")
-        check("damaged", first.damaged, 0, bad=first.damaged > 0)
-        # Who gives a limit wants a replica: that there is none is the worst lag of all.
-        if first.replica_lag is not None or max_lag is not None:
-            lag = first.replica_lag
-            late = max_lag is not None and (lag is None or lag > max_lag)
-            check("replica_lag", lag, max_lag, bad=late)
+            checks.add("named", wrong, bad=True)
+        checks.nodes(file, other)
+        checks.file(first, max_lag)
     for place, found in counts:
+        checks.group(place, found, max_backlog, max_age, max_dead)
+
+    ok = all(one["ok"] for one in checks.found)
+    if as_json:
+        common.print_json({"file": file, "ok": ok, "checks": checks.found})
+    else:
+        for one in checks.found:
+            click.echo(_line(one))
+    return 0 if ok else 1
+
+
+class _Checks:
+    """What `health` has looked at, in the order in which it is told."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        name: str,
+        value: Any,
+        limit: float | None = None,
+        *,
+        bad: bool = False,
+        warn: bool = False,
+        **where: Any,
+    ) -> None:
+        found = {"check": name, "ok": not bad, "warning": warn, "value": value, "limit": limit}
+        self.found.append({**found, **where})
+
+    def nodes(self, file: str, other: str | Sequence[str] | None) -> None:
+        """The file, and the other one if it has a replica."""
+        me = replica.node(file)
+        self._node(me, bad=me.role == "fenced")
+        if not other or me.role == "copy":  # of a copy it is the copy itself
+            return
+        try:
+            copy = replica.node(other) if isinstance(other, str) else replica.node_behind(other)
+        except (weclaw.WeclawError, OSError) as error:
+            name = other if isinstance(other, str) else " ".join(other)
+            self.add("node", f"no copy there: {common.in_one_line(error)}", bad=True, node=name)
+        else:
+            self._node(copy, bad=copy.role != "copy")
+
+    def _node(self, found: replica.Node, *, bad: bool) -> None:
+        value = f"{found.role}, epoch {found.epoch}"
+        more: dict[str, Any] = {"role": found.role, "epoch": found.epoch, "alive": found.alive}
+        self.add("node", value, bad=bad, node=found.path, **more)
+
+    def file(self, found: weclaw.Stats, max_lag: int | None) -> None:
+        """What is of the file as a whole."""
+        self.add("damaged", found.damaged, 0, bad=found.damaged > 0)
+        # Who gives a limit wants a replica: that there is none is the worst lag of all.
+        lag = found.replica_lag
+        if lag is not None or max_lag is not None:
+            late = max_lag is not None and (lag is None or lag > max_lag)
+            self.add("replica_lag", lag, max_lag, bad=late)
+
+    def group(
+        self,
+        place: common.Place,
+        found: weclaw.Stats,
+        max_backlog: int | None,
+        max_age: float | None,
+        max_dead: int | None,
+    ) -> None:
+        """What is of one topic and group."""
         where: dict[str, Any] = {"topic": place.topic, "group": place.group}
         backlog = found.ready + found.delayed
         oldest = found.oldest_age_s
-        check("backlog", backlog, max_backlog, bad=_over(backlog, max_backlog), **where)
-        check("oldest_age_s", oldest, max_age, bad=_over(oldest, max_age), **where)
-        check("dead", found.dead, max_dead, bad=_over(found.dead, max_dead), **where)
+        self.add("backlog", backlog, max_backlog, bad=_over(backlog, max_backlog), **where)
+        self.add("oldest_age_s", oldest, max_age, bad=_over(oldest, max_age), **where)
+        self.add("dead", found.dead, max_dead, bad=_over(found.dead, max_dead), **where)
         # Named, but not bad by itself: whether it should move, --max-age says.
         if place.paused:
-            check("flow", place.pause, None, bad=False, warn=True, **where)
+            self.add("flow", place.pause, warn=True, **where)
         elif _stands_still(found._asdict()):
-            check("flow", "stands still", None, bad=False, warn=True, **where)
-
-    ok = all(one["ok"] for one in checks)
-    if as_json:
-        common.print_json({"file": file, "ok": ok, "checks": checks})
-    else:
-        for one in checks:
-            click.echo(_line(one))
-    return 0 if ok else 1
+            self.add("flow", "stands still", warn=True, **where)
 
 
 def _over(value: float | None, limit: float | None) -> bool:
