@@ -23,7 +23,7 @@ def applied(engine: Any) -> int:
 
     def look(session: Any) -> int:
         tx = engine.index.write()
-        at = tx.applied
+        at = tx.stored
         tx.abort()
         return int(at)
 
@@ -87,8 +87,7 @@ class Anew(_folding.Folding):
 def rows(index: Index) -> dict[bytes, bytes]:
     """All that is in an index but how often it was committed."""
     tx = index.write()
-    assert tx._txn is not None
-    stored = dict(tx._txn.cursor().iternext())
+    stored = dict(tx._use_rows().cursor().iternext())
     tx.abort()
     return {key: value for key, value in stored.items() if key != HEAD}
 

@@ -9,6 +9,7 @@ import random
 import resource
 import tempfile
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,69 @@ def test_many_at_once_leave_the_rows_that_one_by_one_do(seed: int, tmp_path: Pat
     many.close()
 
 
+@pytest.mark.parametrize("seed", range(32))
+def test_what_stays_in_memory_leaves_the_rows_that_commits_do(seed: int, tmp_path: Path) -> None:
+    """Whatever is kept in memory between commits, or is dropped there and folded again, the rows
+    are those of an index that always commits.
+    """
+    numbers = random.Random(seed)
+    log = list(hot_log(numbers, length=numbers.choice((30, 300, 1500))))
+    ends = [offset for offset, _, _ in log[1:]] + [log[-1][0] + 1000]
+    plain, kept = Index.open(tmp_path / "a", create=True), Index.open(tmp_path / "b", create=True)
+    tx = plain.write()
+    for offset, time_us, record in log:
+        tx.apply(offset, time_us, record)
+    tx.commit(ends[-1], 1)
+    commits = memoryview(bytearray(8)).cast("Q")
+    kept.share(commits)
+    n_kept = told = 0
+    while told < len(log):
+        tx = kept.write()
+        told = bisect_right(ends, tx.applied)
+        part = log[told : told + numbers.choice((1, 1, 1, 2, 30))]
+        told += len(part)
+        if numbers.randrange(2):
+            tx.apply_many(found(part, numbers))
+        else:
+            for offset, time_us, record in part:
+                tx.apply(offset, time_us, record)
+        what = numbers.randrange(100)
+        if what == 0:
+            tx.abort()
+            told = 0
+        elif what > 3 and told < len(log) and tx.keep(ends[told - 1]):
+            n_kept += 1
+        else:
+            tx.commit(ends[told - 1], 1)
+        if what == 1 and told < len(log):
+            commits[0] += 1  # as one leaves it who dies before his commit is done
+    assert n_kept or len(log) < 100
+    assert rows(kept) == rows(plain)
+    kept.close()
+    plain.close()
+
+
+def test_an_index_in_memory_is_dropped_when_another_process_commits(tmp_path: Path) -> None:
+    """The shared count says so, and what LMDB has then is read; without a change nothing is."""
+    index = Index.open(tmp_path / "a", create=True)
+    commits = memoryview(bytearray(8)).cast("Q")
+    index.share(commits)
+    gid = rec.group_id("default", "g")
+    tx = index.write()
+    tx.apply(100, 1, joined(rec.pack_group(0, gid, "g")))
+    tx.commit(200, 1)
+    assert commits[0] == 1
+    tx = index.write()
+    tx.apply(200, 1, joined(rec.pack_put(0, 0, 0, b"", b"x")))
+    assert tx.keep(300)
+    assert (index.write().applied, tx.stored, tx.ready_count(tx.group(gid))) == (300, 200, 1)
+    assert not tx.open
+    commits[0] += 1
+    tx = index.write()
+    assert (tx.applied, tx.ready_count(tx.group(gid))) == (200, 0)
+    index.close()
+
+
 def hot_log(numbers: random.Random, length: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield records that are mostly puts of plain messages, deliveries of the next and acks."""
     n_topics, n_groups, n_priorities = (numbers.choice((1, 1, 2)) for _ in range(3))
@@ -185,8 +249,7 @@ def odd_record(
 def rows(index: Index) -> dict[bytes, bytes]:
     """Return all that is in an index but how often it was committed."""
     tx = index.write()
-    assert tx._txn is not None
-    stored = dict(tx._txn.cursor().iternext())
+    stored = dict(tx._use_rows().cursor().iternext())
     tx.abort()
     del stored[HEAD]
     return stored

@@ -10,7 +10,7 @@ after a restart is decided in these operations and written down.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
@@ -108,13 +108,15 @@ class Lease:
         )[0]
 
 
-@dataclass(slots=True)
 class Taken:
     """What a take found, or when it is worth looking again."""
 
-    leases: list[Lease] = field(default_factory=list)
-    dead: list[int] = field(default_factory=list)  # offsets that became dead letters meanwhile
-    look_again_us: int | None = None  # queue time
+    __slots__ = ("dead", "leases", "look_again_us")
+
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []
+        self.dead: list[int] = []  # offsets that became dead letters meanwhile
+        self.look_again_us: int | None = None  # queue time
 
 
 def topic_of(session: Session, name: str) -> tuple[int, list[_records.Record]]:

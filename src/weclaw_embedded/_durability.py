@@ -61,7 +61,7 @@ class Durability:
     _identity: tuple[int, ...]
     _watch_fd: int
     _sync_watch: select.poll | None
-    _flush_due: bool
+    flush_is_due: bool
     _unsynced: int
 
     def durable(self, until: int) -> None:
@@ -128,7 +128,9 @@ class Durability:
         target = words[TAIL]
         self._unsynced = 0
         self.sync_file()
-        self._check_place_if_moved(self._sync_watch)
+        watch = self._sync_watch
+        if watch is None or watch.poll(0):
+            self._look_at_place(watch)
         pokes: list[int] = []
         with self._lock:
             try:
@@ -165,12 +167,12 @@ class Durability:
         if self._unsynced >= messages:
             self._unsynced = 0
             self.timer.call_at(0.0, self._flush_quietly)
-        elif not self._flush_due:
-            self._flush_due = True
+        elif not self.flush_is_due:
+            self.flush_is_due = True
             self.timer.call_at(time.monotonic() + interval_ms / 1000, self._timed_flush)
 
     def _timed_flush(self) -> None:
-        self._flush_due = False
+        self.flush_is_due = False
         self._flush_quietly()
 
     def _flush_quietly(self) -> None:
@@ -209,9 +211,8 @@ class Durability:
         if not self.page.is_in_place():
             raise self.fail("the scratch folder was deleted, moved or replaced while in use")
 
-    def _check_place_if_moved(self, watch: select.poll | None) -> None:
-        """The same when there is a reason to: the system says so, or can't."""
-        if watch is None or watch.poll(0):
-            self._check_place()
-            if watch is not None:
-                _files.read_all(self._watch_fd)
+    def _look_at_place(self, watch: select.poll | None) -> None:
+        """The same where there is a reason to: the system has said so, or can't."""
+        self._check_place()
+        if watch is not None:
+            _files.read_all(self._watch_fd)

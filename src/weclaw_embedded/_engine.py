@@ -28,7 +28,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
@@ -55,6 +55,7 @@ from ._shared import (
     DEAD_SEQ,
     FAILED,
     FENCED_BY,
+    INDEX_SEQ,
     IS_COPY,
     IS_FENCED,
     LEASES_SEQ,
@@ -142,6 +143,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self.page: SharedPage = opened.page
         self.log: Log = opened.log
         self.index: Index = opened.index
+        self.index.share(self.page.words[INDEX_SEQ : INDEX_SEQ + 1])
         self.slot = opened.slot
         self.token = opened.token
         self.recovery = opened.recovery
@@ -177,7 +179,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         # Two, because a poll object is one thread's at a time: one under the lock, one for
         # whoever syncs.
         self._watch, self._sync_watch = poll_of(self._watch_fd), poll_of(self._watch_fd)
-        self._flush_due = False
+        self.flush_is_due = False
         self._unsynced = 0
         # What this process wrote last, from one offset to another, and is not in the index yet.
         self._written: list[tuple[int, int, Record]] = []
@@ -198,7 +200,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self.options_seen = -1
         self.leases_seen = self.page.words[LEASES_SEQ]
         self.consumer = ""
-        self._introduced = False
+        self.introduced = False  # it is written who this owner is
         self._adopted: list[StoreOptions] = []
         self.replication: Any = None  # this process's part in feeding the replica, if there is one
         self.making = threading.Lock()  # held to make it
@@ -244,19 +246,23 @@ class Engine(Folding, Together, Durability, FileOptions):
 
     def turn(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """`execute`, once, with the space there is."""
+        words = self.page.words
         with self._lock:
-            self._check_open()
+            if self.closed:
+                self._check_open()
             try:
                 _files.lock(self.fd, WRITE, True)
                 session = self._begin()
                 try:
                     result = operation(session, *args)
                     session.finish()
-                except BaseException:
-                    session.abort()
+                except BaseException as error:
+                    session.abort(error)
                     raise
-                tail = self.page.words[TAIL]
-                pokes = self._take_pokes(session)
+                tail = words[TAIL]
+                pokes = None
+                if session.woken or words[WAITERS]:
+                    pokes = self._take_pokes(session)
             finally:
                 # Also when the lock was not reached: releasing what is not held does nothing.
                 _files.unlock(self.fd, WRITE)
@@ -272,20 +278,21 @@ class Engine(Folding, Together, Durability, FileOptions):
         if pokes is not None:
             for kind, slots in pokes:
                 self.wake(slots, kind)
-        last = self.page.words[LAST]
+        words = self.page.words
+        last = words[LAST]
         if last != self._last_segment:
             # At once, so that space is used again as fast as it is used up.
             self._last_segment = last
             self._upkeep(busy=True)
             self._upkeep_soon()
-        elif session.settled:
+        elif session.settled and not self._upkeep_due:
             self._upkeep_soon()
         # Not in the turns that make room: that would wait for itself.
-        if not self.page.words[SPARES] and self._room_maker != threading.get_ident():
+        if not words[SPARES] and self._room_maker != threading.get_ident():
             self._keep_spare()
         if self.index.is_short:
             self._feed_index()
-        tail = self.page.words[TAIL]
+        tail = words[TAIL]
         if not 0 <= tail - self._reserve_seen < self._reserve_step:
             self._reserve_seen = tail
             self._look_after_reserve()
@@ -342,7 +349,9 @@ class Engine(Folding, Together, Durability, FileOptions):
         words = self.page.words
         if words[FAILED] or self._failure:
             raise self._failed()
-        self._check_place_if_moved(self._watch)
+        watch = self._watch
+        if watch is None or watch.poll(0):
+            self._look_at_place(watch)
         if words[WRITING]:
             # Its holder died, or was interrupted, in the middle of a write.
             self.log.heal()
@@ -464,11 +473,13 @@ class Engine(Folding, Together, Durability, FileOptions):
         now_ns = _clock.monotonic_ns()
         return sum(1 for lease in self.suspects.values() if lease.deadline_ns > now_ns)
 
-    def hold(self, lease: Any) -> None:
-        """Note that this process has a lease. Called under the write lock."""
-        self.held[lease.gid, lease.offset] = lease
-        if lease.crash:
-            self.suspects[lease.gid, lease.offset] = lease
+    def hold(self, leases: Iterable[Any]) -> None:
+        """Note that this process has these leases. Called under the write lock."""
+        held = self.held
+        for lease in leases:
+            held[lease.gid, lease.offset] = lease
+            if lease.crash:
+                self.suspects[lease.gid, lease.offset] = lease
 
     def let_go(self, key: tuple[int, int]) -> Any:
         """Note that it has it no more; returns it, None when it was not held."""
@@ -485,12 +496,10 @@ class Engine(Folding, Together, Durability, FileOptions):
                 lease.over = True
         self.leases_seen = self.page.words[LEASES_SEQ]
 
-    def owner_records(self) -> list[_records.Record]:
+    def owner_record(self) -> _records.Record:
         """What says who this owner is, to be written before its first lease."""
-        if self._introduced:
-            return []
-        self._introduced = True
-        return [_records.pack_owner(self.token, self.consumer)]
+        self.introduced = True
+        return _records.pack_owner(self.token, self.consumer)
 
     def replica_lag(self) -> int | None:
         """Bytes that the replica is behind; None without one."""
@@ -750,10 +759,11 @@ class Engine(Folding, Together, Durability, FileOptions):
         try:
             session.append([_records.pack_clean()], flags=VOUCH)
             session.tx  # noqa: B018  applied here, so that the index is level when it closes
+            session.must_index = True
             session.finish()
             self.log.sync()
-        except (OSError, LockedError, DiskFullError):
-            session.abort()
+        except (OSError, LockedError, DiskFullError) as error:
+            session.abort(error)
             return False
         words[COMMIT] = words[CLEAN_AT] = words[TAIL]
         return True

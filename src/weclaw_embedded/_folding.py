@@ -25,7 +25,7 @@ from .wal import TAIL, Log, Recovery
 logger = logging.getLogger("weclaw_embedded")
 
 # Of what a process wrote itself, so much is applied from memory instead of read back.
-_MOST_REMEMBERED: Final = 64
+_MOST_REMEMBERED: Final = 256
 _LARGEST_REMEMBERED: Final = 65536
 # How far the index may be behind, and in what parts it then follows.
 _MOST_LEFT_BYTES: Final = 256 << 20
@@ -61,11 +61,13 @@ class Folding:
             self.fold_all(tx)
         elif applied == self._written_from and tail == self._written_to:
             # All that is new is our own: no need to read it back.
+            apply = tx.apply
             for offset, time_us, record in self._written:
-                tx.apply(offset, time_us, record[0] if len(record) == 1 else b"".join(record))
+                apply(offset, time_us, record[0] if len(record) == 1 else b"".join(record))
         elif applied == tail:
-            # Others have applied it all, so this process may never have seen the last frame.
-            self.log.remember_last(tail, tx.last_frame, tx.last_crc)
+            if tx.stored == tail:
+                # Others may have applied it all, and this process never seen the last frame.
+                self.log.remember_last(tail, tx.last_frame, tx.last_crc)
         else:
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
             last = fold_in_parts(self.index, tx, self.log, found, applied)

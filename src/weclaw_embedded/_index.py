@@ -65,13 +65,11 @@ class Tx(Many, Ask):
 
     def clear(self) -> None:
         """Empty the index, to be folded anew: what it had is of no use any more."""
-        txn = self._txn
-        assert txn is not None, "no transaction is open"
-        txn.drop(self.main, delete=False)
+        self._use_rows().drop(self.main, delete=False)
         self._forget()
         self._chunks.clear()
         self._seen = None
-        self.applied = self.last_crc = self.last_frame = 0
+        self.applied = self.stored = self.last_crc = self.last_frame = 0
         self._touched = True
 
     def commit(self, applied: int, last_crc: int, last_frame: int = 0) -> None:
@@ -81,35 +79,88 @@ class Tx(Many, Ask):
         Raises:
             IndexFullError: nothing of this transaction is in the index.
         """
-        txn = self._txn
-        assert txn is not None, "no transaction is open"
         try:
-            if self._flush(applied, last_crc, last_frame):
+            changed = self._flush(applied, last_crc, last_frame)
+            txn = self._txn
+            if changed:
+                assert txn is not None, "what changed is written"
+                if self._commits is not None:
+                    # Before it is so: who dies in between makes others look in vain, no more.
+                    self._commits[0] += 1
                 txn.commit()
                 self._done(applied, last_crc, last_frame)
-            else:
+            elif txn is not None:
                 txn.abort()
         except lmdb.Error as error:
             raise self._failed(error) from error
         except BaseException:
             self.abort()
             raise
-        self._txn = self._seen = None
+        self._wait()
+
+
+class Room:
+    """The environment and the space it has: begins transactions that can't be short of either."""
+
+    def __init__(self, env: lmdb.Environment, reserve_fd: int) -> None:
+        self.env = env
+        self.reserve_fd = reserve_fd
+        self._map_bytes = env.info()["map_size"]
+        self._page_bytes = env.stat()["psize"]
+        self.begun = 0
+        self.map_full = False  # the last transaction ended for that
+        self.disk_full = False
+        self.is_short = False  # it wanted space that the disk does not have
+
+    def begin(self) -> lmdb.Transaction[bytes]:
+        """Begin a transaction of LMDB; nobody in this process has one."""
+        if self.begun % CHECK_EVERY == 0 or self.map_full:
+            self._make_room(grow=self.map_full)
+            self.map_full = False
+        self.begun += 1
+        if self.disk_full:
+            self.is_short, self.disk_full = True, False
+        try:
+            return self.env.begin(write=True)
+        except lmdb.MapResizedError:  # another process let the map grow
+            self.env.set_mapsize(0)
+            self._map_bytes = self.env.info()["map_size"]
+            return self.env.begin(write=True)
+
+    def _make_room(self, *, grow: bool) -> None:
+        """See that for a while neither map nor disk can be full; no transaction is open."""
+        info = self.env.info()
+        self._map_bytes = info["map_size"]
+        used = (info["last_pgno"] + 1) * self._page_bytes
+        if grow or used > self._map_bytes // 2:
+            self._map_bytes *= 2
+            self.env.set_mapsize(self._map_bytes)
+        # Even a delete needs pages.  Without room the reserve is what is left of it.
+        for n in (RESERVE_BYTES, RESERVE_BYTES // 4):
+            try:
+                if os.fstat(self.reserve_fd).st_size < used + RESERVE_BYTES // 2:
+                    _files.allocate(self.reserve_fd, used, n)
+                return
+            except DiskFullError:
+                self.is_short = True
+
+    def used_bytes(self) -> int:
+        """Return what the index takes on disk, the reserve not counted."""
+        return (self.env.info()["last_pgno"] + 1) * self._page_bytes
 
 
 class Index:
-    """One open index; made by `Index.open`.  Not for two threads at once."""
+    """One open index; made by `Index.open`.  Not for two threads at once.
 
-    def __init__(self, env: lmdb.Environment, path: Path, reserve_fd: int) -> None:
-        self._env = env
-        self._path = path
-        self._reserve_fd = reserve_fd
+    Nothing it refers to refers to it: LMDB refuses a second environment of a file in a process, so
+    one that Ctrl-C kept from being closed must be gone at once, without the garbage collector.
+    """
+
+    def __init__(self, env: lmdb.Environment, reserve_fd: int) -> None:
+        self._room = Room(env, reserve_fd)
         self._tx = Tx()
         self._tx.main = env.open_db(None)
-        self._map_bytes = env.info()["map_size"]
-        self._page_bytes = env.stat()["psize"]
-        self._begun = 0
-        self.is_short = False  # it wanted space that the disk does not have
+        self._tx.room = self._room
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, create: bool, mode: int = 0o600) -> Index:
@@ -135,7 +186,7 @@ class Index:
         except BaseException:
             env.close()
             raise
-        return cls(env, path, fd)
+        return cls(env, fd)
 
     @staticmethod
     def delete(directory: str | os.PathLike[str]) -> None:
@@ -152,59 +203,43 @@ class Index:
         tx = self._tx
         if tx.open:
             tx.abort()  # Ctrl-C came between its beginning and somebody's having it
-        if self._begun % CHECK_EVERY == 0 or tx._map_full:
-            self._make_room(grow=tx._map_full)
-            tx._map_full = False
-        self._begun += 1
-        if tx._disk_full:
-            self.is_short, tx._disk_full = True, False
         try:
-            txn = self._env.begin(write=True)
-        except lmdb.MapResizedError:  # another process let the map grow
-            self._env.set_mapsize(0)
-            self._map_bytes = self._env.info()["map_size"]
-            txn = self._env.begin(write=True)
-        except lmdb.Error as error:
-            raise tx._failed(error) from error
-        try:
-            tx._arm(txn)
+            tx._arm()
         except BaseException:
             tx.abort()
             raise
         return tx
 
-    def _make_room(self, *, grow: bool) -> None:
-        """See that for a while neither map nor disk can be full; no transaction is open."""
-        info = self._env.info()
-        self._map_bytes = info["map_size"]
-        used = (info["last_pgno"] + 1) * self._page_bytes
-        if grow or used > self._map_bytes // 2:
-            self._map_bytes *= 2
-            self._env.set_mapsize(self._map_bytes)
-        # Even a delete needs pages.  Without room the reserve is what is left of it.
-        for n in (RESERVE_BYTES, RESERVE_BYTES // 4):
-            try:
-                if os.fstat(self._reserve_fd).st_size < used + RESERVE_BYTES // 2:
-                    _files.allocate(self._reserve_fd, used, n)
-                return
-            except DiskFullError:
-                self.is_short = True
+    def share(self, commits: memoryview[int]) -> None:
+        """Count commits in a word that all processes share, each under the write lock: what is
+        known in memory holds while it stands still.
+        """
+        self._tx._commits = commits
 
     def look_for_room(self) -> None:
         """There is space now: have it before the next transaction."""
-        self._begun = 0
+        self._room.begun = 0
 
     def sync(self) -> None:
         """Have all of it on stable storage when this returns."""
-        self._env.sync(True)
+        self._room.env.sync(True)
 
     def readers_checked(self) -> int:
         """Clear the slots of dead readers; return how many there were."""
-        return self._env.reader_check()
+        return self._room.env.reader_check()
 
     def used_bytes(self) -> int:
         """Return what the index takes on disk, the reserve not counted."""
-        return (self._env.info()["last_pgno"] + 1) * self._page_bytes
+        return self._room.used_bytes()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it wanted space that the disk does not have; set it back when there is some."""
+        return self._room.is_short
+
+    @is_short.setter
+    def is_short(self, value: bool) -> None:
+        self._room.is_short = value
 
     def close(self, *, sync: bool = False) -> None:
         """Close it; an open transaction is taken back.
@@ -212,12 +247,15 @@ class Index:
         In a forked child this is safe for the parent; nothing may be synced there.
         """
         self._tx.abort()
+        if self._tx._commits is not None:
+            self._tx._commits.release()
+            self._tx._commits = None
         try:
             if sync:
-                self._env.sync(True)
+                self._room.env.sync(True)
         finally:
-            os.close(self._reserve_fd)
-            self._env.close()
+            os.close(self._room.reserve_fd)
+            self._room.env.close()
 
 
 def _allocate_lock_file(path: Path) -> None:

@@ -14,6 +14,7 @@ from ._index_change import Change
 from ._index_rows import (
     BACK,
     CANCELLED,
+    CHUNK_ENTRIES,
     DEAD,
     EXPIRY,
     ID,
@@ -196,14 +197,18 @@ class Ask(Change):
         picks: list[Pick] = []
         index, tail = group.cursor[priority], topic.tails[priority]
         while len(picks) < n and index < tail:
-            offset = self._entry(topic, priority, index)
-            if offset >= visible:
-                break
-            if group.skipped and self._skips(topic, offset):
-                self._pass(group, priority, index)
-            else:
-                picks.append(Pick(offset, priority, True, None))
-            index += 1
+            number, place = divmod(index, CHUNK_ENTRIES)
+            chunk = self._chunk(topic, priority, number)
+            base = chunk.base
+            for delta in chunk.deltas[place : place + n - len(picks)]:
+                offset = base + delta
+                if offset >= visible:
+                    return picks
+                if group.skipped and self._skips(topic, offset):
+                    self._pass(group, priority, index)
+                else:
+                    picks.append(Pick(offset, priority, True, None))
+                index += 1
         return picks
 
     def _pass(self, group: GroupState, priority: int, index: int) -> None:
@@ -372,6 +377,8 @@ class Ask(Change):
 
     def next_due(self, group: GroupState) -> int | None:
         """Return when something next gets ready or runs out (us); None: nothing waits."""
+        if not (group.n_back or group.n_suspect or group.n_wait or group.n_parked):
+            return None
         times = []
         for kind in (WAIT, EXPIRY):
             found = self._first(kind + U64.pack(group.gid))

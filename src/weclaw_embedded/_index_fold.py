@@ -11,13 +11,14 @@ Nothing here reads the clock or the log.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import lmdb
 
 from . import _records as rec
 from ._index_keep import Keep
 from ._index_rows import (
+    CHUNK_ENTRIES,
     LEASED,
     NARROW,
     NOTHING,
@@ -34,6 +35,7 @@ from ._index_rows import (
     first_lease,
     key_u64_u64,
 )
+from ._index_state import Fresh, Leases
 from ._records import (
     ACK,
     ACK_HEAD,
@@ -62,10 +64,6 @@ from ._records import (
     unpack_meta,
 )
 
-# Leases that are not written yet, by offset: (priority, owner, deadline); and of all groups.
-Leases: TypeAlias = dict[int, tuple[int, int, int]]
-Fresh: TypeAlias = dict[int, Leases]
-
 _ACK_SIZE: Final = ACK_HEAD.size
 _DELIVER_SIZE: Final = DELIVER_HEAD.size
 
@@ -80,7 +78,9 @@ class Fold(Keep):
             IndexFullError: the transaction is over, nothing of it is in the index.
         """
         try:
-            self._apply(offset, time_us, record)
+            self._fold_one(offset, time_us, record, self._fresh)
+            if self._in_use:
+                self._write_leases(self._fresh)
         except lmdb.Error as error:
             raise self._failed(error) from error
 
@@ -100,7 +100,21 @@ class Fold(Keep):
                 return
             fold = _FOLD.get(type(said))
             if fold is not None:
+                self._plain.clear()
                 fold(self, said, offset, time_us)
+
+    def _fold_one(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
+        kind = record[0] if record else 0
+        if kind == PUT:
+            self._put_message(offset, time_us, record)
+        elif kind == DELIVER:
+            self._deliver(offset, time_us, record, fresh)
+        elif kind == ACK:
+            self._ack(offset, time_us, record, fresh)
+        else:
+            self._write_leases(fresh)  # it may look for them; the group may be gone then
+            fresh.clear()
+            self._apply(offset, time_us, record)
 
     def _reject(self, offset: int, reason: str) -> None:
         """Pass a record over and say so: its checksum held, and the rest must flow all the same."""
@@ -179,13 +193,20 @@ class Fold(Keep):
             leases = fresh.get(gid)
             if leases is None:
                 leases = fresh[gid] = {}
+        at, chunk = (-1, -1), None  # the part of a queue that the last one was in
         for message, flags in DELIVER_ITEM.iter_unpack(record[_DELIVER_SIZE:]):
             priority = flags >> 4
             if flags & FROM_QUEUE and priority < PRIORITIES:
                 index = cursor[priority]
+                if chunk is None or at != (priority, index // CHUNK_ENTRIES):
+                    chunk = None
+                    if index < tails[priority]:
+                        at = (priority, index // CHUNK_ENTRIES)
+                        chunk = self._chunk(topic, *at)
                 if (
-                    index < tails[priority]
-                    and self._entry(topic, priority, index) == message
+                    chunk is not None
+                    and index < tails[priority]
+                    and chunk.base + chunk.deltas[index % CHUNK_ENTRIES] == message
                     and not (group.skipped and self._skips(topic, message))
                 ):
                     cursor[priority] = index + 1
@@ -216,6 +237,7 @@ class Fold(Keep):
         deadline_ns: int,
     ) -> None:
         """Lease a message that is not the next of the queue."""
+        self._plain.clear()
         row = self.row(group.gid, offset)
         if row is None:
             if priority >= PRIORITIES or not self._consume(group, topic, priority, offset):
@@ -242,6 +264,10 @@ class Fold(Keep):
         if group is None:
             return
         if fresh is not None and gid in fresh and fresh[gid].pop(message, None) is not None:
+            group.n_leased -= 1
+        elif gid in self._plain and message in self._plain[gid]:
+            self._plain[gid].discard(message)
+            self._delete(key_u64_u64(LEASED, gid, message))
             group.n_leased -= 1
         elif (value := self._pop(key_u64_u64(LEASED, gid, message))) is not None:
             group.n_leased -= 1
@@ -319,16 +345,6 @@ class Fold(Keep):
             group.next_deadline_ns = row.deadline
         self._put(key, row.pack())
         self._changed_groups[said.gid] = group
-
-    def _write_leases(self, fresh: Fresh) -> None:
-        """Write the leases that were kept out of LMDB."""
-        for gid, leases in fresh.items():
-            for message, (priority, owner, deadline_ns) in leases.items():
-                self._put(
-                    key_u64_u64(LEASED, gid, message),
-                    first_lease(priority, message, owner, deadline_ns),
-                )
-            leases.clear()
 
 
 def _tell(row: Row, failure: Failure | None) -> None:

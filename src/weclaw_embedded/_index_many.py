@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import lmdb
 
 from ._format import ENVELOPE_BYTES, Stretch
-from ._index_fold import Fold, Fresh, Leases
+from ._index_fold import Fold
 from ._index_rows import (
     CHUNK_ENTRIES,
     NARROW,
@@ -29,6 +29,7 @@ from ._index_rows import (
     TopicState,
     key_u64_u64,
 )
+from ._index_state import Fresh, Leases
 from ._records import (
     ACK,
     ACK_HEAD,
@@ -93,7 +94,7 @@ class Many(Fold):
             IndexFullError: the transaction is over, nothing of it is in the index.
         """
         end = 0
-        fresh: Fresh = {}
+        fresh = self._fresh
         try:
             for one in found:
                 if not isinstance(one, Stretch):
@@ -109,23 +110,11 @@ class Many(Fold):
                         self._fold_one(offset, time_us, record, fresh)
                 if sum(map(len, fresh.values())) > _MOST_FRESH:
                     self._write_leases(fresh)
-            self._write_leases(fresh)
+            if self._in_use:
+                self._write_leases(fresh)
         except lmdb.Error as error:
             raise self._failed(error) from error
         return end
-
-    def _fold_one(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
-        kind = record[0] if record else 0
-        if kind == PUT:
-            self._put_message(offset, time_us, record)
-        elif kind == DELIVER:
-            self._deliver(offset, time_us, record, fresh)
-        elif kind == ACK:
-            self._ack(offset, time_us, record, fresh)
-        else:
-            self._write_leases(fresh)  # it may look for them; the group may be gone then
-            fresh.clear()
-            self._apply(offset, time_us, record)
 
     def _fold_stretch(self, stretch: Stretch, fresh: Fresh) -> None:
         base, data, heads, places, ends, _ = stretch

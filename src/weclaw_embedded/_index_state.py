@@ -6,7 +6,10 @@ the sequence number in the head row is the one this process committed last; othe
 process has written and they are read again when needed.  Chunks that are full never change.
 
 Topics, groups and queue ends are written at commit and not before, so that folding a thousand
-records writes each of them once.
+records writes each of them once.  Between commits the memory may be ahead of LMDB, where all
+processes count their commits in a shared word: then one look at it says whether what is known
+still holds, and the leases of plain messages stay in memory, too, until a row is asked for.  Who
+dies meanwhile leaves an index that is a little behind the log, as one who only puts does.
 
 It does not know what may happen to a message; `_index_moves` does.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import lmdb
 import msgpack
@@ -26,6 +29,7 @@ from ._index_rows import (
     GROUP_TID,
     HEAD,
     HEAD_ROW,
+    LEASED,
     META,
     QUEUE,
     SKIP,
@@ -35,16 +39,25 @@ from ._index_rows import (
     Chunk,
     GroupState,
     TopicState,
+    first_lease,
     key_queue,
     key_tid_u64,
     key_u32,
     key_u64,
+    key_u64_u64,
     name_key,
 )
 from .errors import DiskFullError
 
 _MAX_CHUNKS: Final = 64  # full chunks kept in memory, 4 KiB each
 _BATCH: Final = 512  # rows read at a time by a long scan
+# So many bytes of the log the memory may be ahead of LMDB: others have to read and fold them.
+_MOST_AHEAD_BYTES: Final = 64 << 10
+_MOST_PLAIN: Final = 50_000  # leases of a group that are known to be plain, 60 bytes each
+
+# Leases that are not written yet, by offset: (priority, owner, deadline); and of all groups.
+Leases: TypeAlias = dict[int, tuple[int, int, int]]
+Fresh: TypeAlias = dict[int, Leases]
 
 
 class IndexFullError(DiskFullError):
@@ -58,9 +71,17 @@ class IndexFullError(DiskFullError):
 class State:
     """Topics, groups, queues and rows within one transaction."""
 
+    room: Any  # what begins transactions, given by the index; never the index itself: see `Index`
+
     def __init__(self) -> None:
-        self._txn: lmdb.Transaction[bytes] | None = None
-        self._seen: lmdb.Cursor[bytes] | None = None
+        self._commits: memoryview[int] | None = None  # counts those of all processes
+        self._known_commits = -1
+        # What LMDB gets when a row is asked for: leases of plain messages, and other rows (None:
+        # to be deleted). And the leases of plain messages that it has, as far as they are known.
+        self._fresh: Fresh = {}
+        self._behind: dict[bytes, bytes | None] = {}
+        self._plain: dict[int, set[int]] = {}
+        self._wait()
         self._topics: dict[int, TopicState] = {}
         self._groups: dict[int, GroupState] = {}
         self._chunks: dict[tuple[int, int, int], Chunk] = {}
@@ -69,13 +90,12 @@ class State:
         self._changed_groups: dict[int, GroupState] = {}
         self._meta: dict[str, object] | None = None
         self._touched = False
-        self._map_full = False
-        self._disk_full = False
         self._known_sequence = -1
         self._known_shape = -1
         self._sequence = 0
         self._shape = 0
         self.applied = 0
+        self.stored = 0  # so far LMDB has it
         self.last_crc = 0
         self.last_frame = 0
 
@@ -89,33 +109,111 @@ class State:
     def abort(self) -> None:
         """Take back all of it; what is known in memory is read again."""
         txn = self._txn
+        self._wait()
+        self._forget()
+        self._chunks.clear()
         if txn is not None:
-            self._txn = self._seen = None
-            self._forget()
-            self._chunks.clear()
             txn.abort()
 
     def _failed(self, error: lmdb.Error) -> IndexFullError:
         """Give the transaction up after an error of LMDB; return what to raise."""
         self.abort()
         if isinstance(error, lmdb.MapFullError):
-            self._map_full = True  # the next transaction begins with a larger one
+            self.room.map_full = True  # the next transaction begins with a larger one
         else:
-            self._disk_full = True  # or may be: LMDB says "input/output error" of it
+            self.room.disk_full = True  # or may be: LMDB says "input/output error" of it
         return IndexFullError(
             f"the index could not be written ({error}), most likely for want of space; the log has "
             "all that was confirmed, and the index follows when there is room"
         )
 
-    def _arm(self, txn: lmdb.Transaction[bytes]) -> None:
-        self._txn = txn
-        self._get = txn.get
-        self._put = txn.put
-        self._pop = txn.pop
-        self._delete = txn.delete
-        head = txn.get(HEAD)
+    def _arm(self) -> None:
+        """Be ready for one transaction; LMDB's own begins when something is asked of it."""
+        if self._commits is None:
+            self._recall()
+            self._use_rows()
+        elif self._commits[0] != self._known_commits:
+            self._recall()
+            self._known_commits = self._commits[0]
+
+    def _wait(self) -> None:
+        """No transaction of LMDB is open, and no row in use."""
+        self._txn: lmdb.Transaction[bytes] | None = None
+        self._seen: lmdb.Cursor[bytes] | None = None
+        self._in_use = False
+        for name in ("_get", "_put", "_pop", "_delete"):
+            self.__dict__.pop(name, None)
+
+    def _open(self) -> lmdb.Transaction[bytes]:
+        txn = self._txn
+        if txn is None:
+            try:
+                txn = self._txn = self.room.begin()
+            except lmdb.Error as error:
+                raise self._failed(error) from error
+        return txn
+
+    def _look(self, key: bytes) -> bytes | None:
+        """Return a row that is of no message."""
+        if key in self._behind:
+            return self._behind[key]
+        return (self._txn or self._open()).get(key)
+
+    def _use_rows(self) -> lmdb.Transaction[bytes]:
+        """Rows of messages are read and written from now on: LMDB gets what is not yet there."""
+        txn = self._open()
+        self._in_use = True
+        # From now on the methods are LMDB's own, until `_wait`.
+        self.__dict__.update(_get=txn.get, _put=txn.put, _pop=txn.pop, _delete=txn.delete)
+        try:
+            for key, value in self._behind.items():
+                if value is None:
+                    txn.delete(key)
+                else:
+                    txn.put(key, value)
+            self._behind.clear()
+            self._write_leases(self._fresh)
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+        return txn
+
+    def _get(self, key: bytes) -> bytes | None:
+        return self._use_rows().get(key)
+
+    def _put(self, key: bytes, value: bytes) -> bool:
+        self._behind[key] = value
+        return True
+
+    def _pop(self, key: bytes) -> bytes | None:
+        return self._use_rows().pop(key)
+
+    def _delete(self, key: bytes) -> bool:
+        self._behind[key] = None
+        return True
+
+    def _write_leases(self, fresh: Fresh) -> None:
+        """Write the leases that were kept out of LMDB."""
+        for gid, leases in fresh.items():
+            if not leases:
+                continue
+            for message, (priority, owner, deadline_ns) in leases.items():
+                self._put(
+                    key_u64_u64(LEASED, gid, message),
+                    first_lease(priority, message, owner, deadline_ns),
+                )
+            plain = self._plain.setdefault(gid, set())
+            if len(plain) > _MOST_PLAIN:
+                plain.clear()
+            plain.update(leases)
+            leases.clear()
+
+    def _recall(self) -> None:
+        """See whether what is known still holds; all of it is forgotten if not."""
+        before = self.applied
+        head = self._look(HEAD)
         if head is None:
             self.applied = self.last_crc = self._sequence = self._shape = self.last_frame = 0
+            self.stored = 0
             self._forget()
             return
         (
@@ -125,11 +223,30 @@ class State:
             self._shape,
             self.last_frame,
         ) = HEAD_ROW.unpack(head)
-        if self._sequence != self._known_sequence:
+        self.stored = self.applied
+        if self._sequence != self._known_sequence or self.applied != before:
             self._forget()
         if self._shape != self._known_shape:
             self._readers = None
             self._known_shape = self._shape
+
+    def keep(self, applied: int) -> bool:
+        """Leave what was learned in memory alone, if that will do for now; False if it is to be
+        committed. `applied` is the next frame to apply.
+        """
+        if (
+            self._in_use
+            or self._touched
+            or self._commits is None
+            or applied - self.stored > _MOST_AHEAD_BYTES
+        ):
+            return False
+        txn = self._txn
+        if txn is not None:
+            self._wait()
+            txn.abort()  # it was only looked at
+        self.applied = applied
+        return True
 
     def _forget(self) -> None:
         """Drop what is known of the index, full chunks excepted."""
@@ -140,8 +257,12 @@ class State:
         self._readers = None
         self._meta = None
         self._touched = False
+        self._fresh.clear()
+        self._behind.clear()
+        self._plain.clear()
         self._known_sequence = -1
         self._known_shape = -1
+        self._known_commits = -1
 
     def _flush(self, applied: int, last_crc: int, last_frame: int) -> bool:
         """Write what changed; return whether anything did."""
@@ -149,10 +270,12 @@ class State:
             self._changed_groups
             or self._changed_topics
             or self._touched
-            or applied != self.applied
+            or applied != self.stored
             or last_crc != self.last_crc
         ):
             return False
+        if not self._in_use:
+            self._use_rows()
         put = self._put
         for topic in self._changed_topics.values():
             tid = topic.tid
@@ -181,7 +304,9 @@ class State:
         self._touched = False
         self._known_sequence = self._sequence
         self._known_shape = self._shape
-        self.applied = applied
+        if self._commits is not None:
+            self._known_commits = self._commits[0]
+        self.applied = self.stored = applied
         self.last_crc = last_crc
         self.last_frame = last_frame
 
@@ -205,8 +330,7 @@ class State:
 
     def _cursor(self) -> lmdb.Cursor[bytes]:
         if self._seen is None:
-            assert self._txn is not None
-            self._seen = self._txn.cursor()
+            self._seen = self._use_rows().cursor()
         return self._seen
 
     def _first(self, prefix: bytes, start: bytes | None = None) -> tuple[bytes, bytes] | None:
@@ -255,7 +379,7 @@ class State:
         """Return a topic; that of number 0, "default", is always there."""
         topic = self._topics.get(tid)
         if topic is None:
-            value = self._get(key_u32(TOPIC, tid))
+            value = self._look(key_u32(TOPIC, tid))
             if value is not None:
                 topic = self._topics[tid] = TopicState.unpack(tid, value)
             elif tid == 0:
@@ -266,7 +390,7 @@ class State:
         """Return the topic of that name."""
         if name == "default":
             return self.topic_by_id(0)
-        tid = self._get(name_key(name))
+        tid = self._look(name_key(name))
         return self.topic_by_id(U32.unpack(tid)[0]) if tid is not None else None
 
     def topics(self) -> list[TopicState]:
@@ -279,7 +403,7 @@ class State:
         """Return a group, or the template of a topic for its number."""
         group = self._groups.get(gid)
         if group is None:
-            value = self._get(key_u64(GROUP, gid))
+            value = self._look(key_u64(GROUP, gid))
             if value is not None:
                 group = self._groups[gid] = GroupState.unpack(gid, value)
         return group
@@ -343,7 +467,7 @@ class State:
         chunk = topic.tail[priority]
         if chunk is None:
             number = topic.tails[priority] // CHUNK_ENTRIES
-            value = self._get(key_queue(QUEUE, topic.tid, priority, number))
+            value = self._look(key_queue(QUEUE, topic.tid, priority, number))
             chunk = topic.tail[priority] = Chunk() if value is None else Chunk.unpack(value)
         return chunk
 
@@ -391,7 +515,7 @@ class State:
         name = (topic.tid, priority, number)
         chunk = self._chunks.get(name)
         if chunk is None:
-            value = self._get(key_queue(QUEUE, *name))
+            value = self._look(key_queue(QUEUE, *name))
             assert value is not None, f"chunk {number} of topic {topic.tid} is missing"
             if len(self._chunks) >= _MAX_CHUNKS:
                 self._chunks.clear()

@@ -647,7 +647,8 @@ class Io:
                 self._to_sync.append(SyncCall(None, words[SYNC_HIGH]))
                 self._sync_until = max(self._sync_until, words[SYNC_HIGH])
         try:
-            engine._check_place_if_moved(self._moved)
+            if self._moved is None or self._moved.poll(0):
+                engine._look_at_place(self._moved)
         except StoreFailedError:
             self._look_ready = self._look_settled = True
 

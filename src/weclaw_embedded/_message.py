@@ -57,18 +57,22 @@ def clip(reason: str | None, default: str) -> str:
 class Content:
     """What a Put record says, read once: the parts of a message that never change."""
 
-    __slots__ = ("_body", "_data", "codec", "enqueued_us", "id", "meta", "offset", "priority")
+    __slots__ = ("_body", "_salt", "_time_us", "codec", "data", "meta", "offset", "priority")
 
     def __init__(self, record: bytes | memoryview, offset: int, salt: int, time_us: int) -> None:
-        put = _records.unpack_put(record)
+        self.priority, self.codec, _, self.meta, self.data = _records.unpack_put(record)
         self.offset = offset
-        self.priority = put.priority
-        self.codec = put.codec
-        self.meta = put.meta
-        self.enqueued_us = time_us + put.meta.get(META_SKEW_US, 0)
-        given = put.meta.get(META_ID)
-        self.id: str = _delivery.own_id(offset, salt) if given is None else given
-        self._data = put.body
+        self._salt = salt
+        self._time_us = time_us
+
+    @property
+    def id(self) -> str:
+        given: str | None = self.meta.get(META_ID)
+        return _delivery.own_id(self.offset, self._salt) if given is None else given
+
+    @property
+    def enqueued_us(self) -> int:
+        return int(self._time_us + self.meta.get(META_SKEW_US, 0))
 
     def body(self, codec: _codecs.AnyCodec) -> Any:
         """The decoded body, decoded once. Raises SerializationError."""
@@ -77,7 +81,7 @@ class Content:
         except AttributeError:
             pass
         self._body: Any = _codecs.decode(
-            self.codec, self.meta.get(META_CODEC), self._data, codec=codec
+            self.codec, self.meta.get(META_CODEC), self.data, codec=codec
         )
         return self._body
 
@@ -257,8 +261,8 @@ class Message(Told):
         return lease
 
     def _settle(self, operation: Callable[..., T], *args: Any) -> T:
-        lease = self._held()
-        engine = lease.engine
+        lease = self._lease or self._held()
+        engine: Engine = lease.engine
         if engine.forked:
             raise LeaseLostError(
                 f"message {self.id} is held by the parent process; nothing was changed"
@@ -272,9 +276,8 @@ class Message(Told):
 
     def _execute(self, engine: Engine, operation: Callable[..., T], *args: Any) -> T:
         result = engine.execute(operation, *args)
-        queue = self._queue
-        if queue._policy == BATCH:
-            queue._flush_later(engine, 0)
+        if self._queue._policy == BATCH and not engine.flush_is_due:
+            self._queue._flush_later(engine, 0)
         return result
 
     def _died(self) -> None:

@@ -56,7 +56,11 @@ class Reading(Segments):
     _last: tuple[int, tuple[int, int]] = (-1, (0, 0))
 
     def read(self, offset: int) -> bytes:
-        """The bytes of the record at `offset`, checked.
+        """The bytes of the record at `offset`, checked. Raises as `read_with_time` does."""
+        return self.read_with_time(offset)[0]
+
+    def read_with_time(self, offset: int) -> tuple[bytes, int]:
+        """The bytes of the record at `offset`, checked, and the time (us) of its frame.
 
         Raises LookupError when no record begins there or it is no longer kept, CorruptError when
         it is damaged.
@@ -64,7 +68,8 @@ class Reading(Segments):
         begin, window, salt = self._window
         at = offset - begin
         if 24 <= at <= len(window) - 8:
-            crc, length, commit_flags, _, n, back = PART_WITH_ENVELOPE.unpack_from(window, at - 24)
+            fields = PART_WITH_ENVELOPE.unpack_from(window, at - 24)
+            crc, length, commit_flags, time_us, n, back = fields
             end = at + n + 8
             if (
                 back == 24
@@ -74,7 +79,7 @@ class Reading(Segments):
                 and offset >> self.bits >= self.state.words[HEAD]
                 and crc32(window[at - 20 : end], salt + offset - 24 & _MASK) == crc
             ):
-                return window[at + 8 : end]
+                return window[at + 8 : end], time_us
         begin, data, _, _ = self._part
         if not begin < offset < begin + len(data):
             self._part, self._older = self._older, self._part
@@ -82,11 +87,14 @@ class Reading(Segments):
         if begin < offset < begin + len(data):
             if offset >> self.bits < self.state.words[HEAD]:
                 self._gone(offset)
-            return self._record(offset, part)
-        body = self._read_ahead(offset)
-        return self._record(offset, self._load_part(offset)) if body is None else body
+            return self._record(offset, part), part[3]
+        found = self._read_ahead(offset)
+        if found is None:
+            part = self._load_part(offset)
+            return self._record(offset, part), part[3]
+        return found
 
-    def _read_ahead(self, offset: int) -> bytes | None:
+    def _read_ahead(self, offset: int) -> tuple[bytes, int] | None:
         """Fill the window from a record's place on; None if that isn't one alone in its frame."""
         segment = offset >> self.bits
         begin = offset - PART_BYTES
@@ -105,14 +113,14 @@ class Reading(Segments):
         data = _files.read_at(self.fd, min(self._window_bytes, stop - begin), begin + shift)
         if len(data) < 32:
             return None
-        crc, length, commit_flags, _, n, back = PART_WITH_ENVELOPE.unpack_from(data)
+        crc, length, commit_flags, time_us, n, back = PART_WITH_ENVELOPE.unpack_from(data)
         end = PART_BYTES + length
         if back != 24 or n + 8 != length or not commit_flags & FIRST or end > len(data):
             return None
         if crc32(data[4:end], (salt + begin) & _MASK) != crc:
             return None
         self._window = (begin, data, salt)
-        return data[32:end]
+        return data[32:end], time_us
 
     def _load_part(self, offset: int) -> _Part:
         """Read and check the part in which the record at `offset` begins."""
@@ -196,25 +204,9 @@ class Reading(Segments):
                 raise CorruptError(offset, reason)
         raise LookupError(f"no record begins at offset {offset}")
 
-    def read_with_time(self, offset: int) -> tuple[bytes, int]:
-        """The bytes of the record at `offset`, and the time (us) of its frame."""
-        record = self.read(offset)
-        begin, window, _ = self._window
-        at = offset - begin
-        if 24 <= at <= len(window) - 8 and ENVELOPE.unpack_from(window, at)[1] == PART_BYTES:
-            return record, int(PART.unpack_from(window, at - PART_BYTES)[3])
-        return record, self.time_of(offset)
-
     def time_of(self, offset: int) -> int:
         """The time (us) of the frame that the record at `offset` is in."""
-        if self._part[0] < offset and offset - self._part[0] in self._part[2]:
-            return self._part[3]
-        self.read(offset)
-        begin, window, _ = self._window
-        at = offset - begin
-        if 24 <= at <= len(window) - 8 and ENVELOPE.unpack_from(window, at)[1] == 24:
-            return int(PART.unpack_from(window, at - 24)[3])
-        return self._load_part(offset)[3]
+        return self.read_with_time(offset)[1]
 
     def salt(self, offset: int) -> int:
         """The salt of the segment that `offset` is in; where that has lost its headers, what the

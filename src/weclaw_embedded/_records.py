@@ -297,12 +297,18 @@ def unpack(record: Readable) -> AnyRecord:
 
 def unpack_put(record: Readable) -> Put:
     """Return a PUT; the body is a slice of what was given, not a copy when that is a view."""
-    meta, body = split_put(record)
-    packed = record[1]
-    if packed >> 4 >= PRIORITIES or packed & 15 > CODEC_OTHER:
-        raise ValueError(f"a PUT with priority {packed >> 4} and codec {packed & 15}")
-    tid = _U32.unpack_from(record, 4)[0]
-    return Put(packed >> 4, packed & 15, tid, unpack_meta(meta) if meta else {}, body)
+    if len(record) < PUT_HEAD.size:
+        raise ValueError("a PUT that is too short")
+    kind, packed, size, tid = PUT_HEAD.unpack_from(record)
+    if kind == PUT and not size:
+        meta: Readable = b""
+        body = record[PUT_HEAD.size :]
+    else:
+        meta, body = split_put(record)
+    priority, codec = packed >> 4, packed & 15
+    if priority >= PRIORITIES or codec > CODEC_OTHER:
+        raise ValueError(f"a PUT with priority {priority} and codec {codec}")
+    return Put(priority, codec, tid, unpack_meta(meta) if meta else {}, body)
 
 
 def split_put(record: Readable) -> tuple[Readable, Readable]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from . import _clock
 from ._index import IndexFullError, Tx
 from ._shared import OPTIONS_SEQ
-from .errors import DiskFullError
+from .errors import DiskFullError, Full
 from .wal import TAIL, WRITING
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Session:
     woken: Sequence[int] = ()  # slots of those of them who may now
     settled = 0  # topics whose putters, joiners and result waiters may
     must_sync = False
+    must_index = False  # what the index learned must be in LMDB, not in memory alone
     imagined = False  # what is done to the index is dropped; see `imagine`
     _tx: Tx | None = None
     _applied = 0
@@ -125,6 +126,7 @@ class Session:
             if not self._appended:
                 # What was folded for this is kept, or it would be folded again at each question.
                 self._tx = None
+                self.must_index = True  # what is in memory is dropped
                 self._keep(tx)
             self.imagined = True
         return self.tx
@@ -138,10 +140,12 @@ class Session:
         self.imagined = False
 
     def _keep(self, tx: Tx) -> bool:
-        """Commit what the index learned; False when there was no room for it."""
+        """Keep what the index learned; False when it is to be committed and there is no room."""
+        tail = self.page.words[TAIL]
+        if not (self.must_index or self.after_write) and tx.keep(tail):
+            return True
         try:
             frame, checksum = self.log.last_frame
-            tail = self.page.words[TAIL]
             tx.commit(tail, checksum, frame)
             self.engine.folded_to = tail
         except IndexFullError as error:
@@ -203,7 +207,7 @@ class Session:
             for step in self.after_write:
                 step()
 
-    def abort(self) -> None:
+    def abort(self, error: BaseException | None = None) -> None:
         self.log.discard()
         words = self.page.words
         if words[TAIL] == self._tail and not words[WRITING]:
@@ -212,11 +216,15 @@ class Session:
                 self.engine.let_go((lease.gid, lease.offset))
             for lease in self.ended:
                 lease.over = False
-                self.engine.hold(lease)
+            self.engine.hold(self.ended)
         if self._appended and not self.page.words[WRITING]:
             self.page.forget_promises()  # else it is done by whoever heals
         tx, self._tx = self._tx, None
-        if tx is not None:
+        if tx is None:
+            return
+        # Who only was refused changed nothing, and others need not fold again what he did.
+        refused = isinstance(error, Full) and not (self._appended or self.imagined)
+        if not (refused and tx.keep(words[TAIL])):
             tx.abort()
 
 

@@ -28,8 +28,7 @@ def hold(session: Session, lease: Lease) -> None:
     """
     if session.page.words[LEASES_SEQ] != session.engine.leases_seen:
         session.engine.forget_taken(session)
-    key = (lease.gid, lease.offset)
-    if lease.over or session.engine.held.get(key) is not lease:
+    if lease.over or session.engine.held.get((lease.gid, lease.offset)) is not lease:
         raise LeaseLostError(
             f"message at offset {lease.offset} was settled already, or its lease was taken back; "
             "nothing was changed"

@@ -63,6 +63,7 @@ UNSEEN = 46  # topics with puts that are written and not yet visible
 UNSEEN_PUTS = 47  # how many those are, at least
 NEXT_WOKEN = 48  # the slot at which the search for somebody to wake begins
 LEASES_SEQ = 49  # changes whenever leases of living processes were taken away
+INDEX_SEQ = 50  # changes before each commit of the index
 WORDS_BYTES: Final = 4096
 # What must outlive a page that is being made anew by one who dies over it: a magic, store id, boot
 # id, and the words of `replica_words`.

@@ -22,11 +22,11 @@ from ._delivery import (
     group_of,
     place,
 )
-from ._index import GroupState, Pick, Row
+from ._index import GroupState, Pick, Row, Tx
 from ._options import RetryPolicy
 from ._records import DIED, LAPSED, NEVER
 from ._session import Session
-from ._shared import DEAD_SEQ, READY, WAITERS, mask_of
+from ._shared import DEAD_SEQ, OWNERS_HIGH, READY, WAITERS, mask_of
 from ._wake import Waiter
 
 LAPSE_REASON: Final = "lease ran out"
@@ -47,14 +47,16 @@ def take(
     now_us=…, suspects=…)` is for an order other than the index's.
     """
     engine = session.engine
-    if session.page.words[WAITERS]:
+    words = session.page.words
+    if words[WAITERS]:
         engine.unmark()
     group = group_of(session, address)
     taken = Taken()
     if group.paused_until_us <= session.now_us:
-        dead = engine.dead_owners(everyone=False)
-        if dead:
-            engine.bury(session, dead)
+        if words[OWNERS_HIGH] > 1:
+            dead = engine.dead_owners(everyone=False)
+            if dead:
+                engine.bury(session, dead)
         picks = _look(session, group, address.retry, n, taken.dead, choose)
         if not picks:
             dead = engine.dead_owners(everyone=True)
@@ -63,9 +65,10 @@ def take(
                 picks = _look(session, group, address.retry, n, taken.dead, choose)
         if picks:
             _lease(session, address, group, picks, visibility_s, taken.leases)
-            session.settled |= mask_of(group.tid)  # ready is less now: there may be room
+            mask = mask_of(group.tid)
+            session.settled |= mask  # ready is less now: there may be room
             if visibility_s is not None and visibility_s < SOON_S:
-                session.ready |= mask_of(group.tid)  # so that they know when it ends
+                session.ready |= mask  # so that they know when it ends
             return taken
         taken.look_again_us = next_look(session, group)
     else:
@@ -84,13 +87,14 @@ def _look(
     dead: list[int],
     choose: Callable[..., list[Pick]] | None,
 ) -> list[Pick]:
-    sweep(session, group, retry, dead)
-    suspects = session.engine.suspects_held()
+    tx = sweep(session, group, retry, dead)
+    engine = session.engine
+    suspects = engine.suspects_held() if engine.suspects else 0
     visible = session.page.visible(session.log.pending_tail)
     now_us = session.now_us
     if choose is not None:
         return choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
-    return session.tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
+    return tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
 
 
 def _lease(
@@ -105,11 +109,10 @@ def _lease(
     log = session.log
     tid, gid = group.tid, group.gid
     deadline_ns = deadline_of(visibility_s)
-    head = log.head_offset
-    items = []
-    for pick in picks:
-        offset, priority, from_queue, row = pick
-        items.append((offset, priority, from_queue))
+    holder = address.holder
+    head, bits = log.head_offset, log.bits
+    segment, salt = -1, 0
+    for offset, priority, _, row in picks:
         lease = Lease(engine, tid, gid, offset, priority)
         if row is not None:
             lease.retry = row.retry
@@ -119,21 +122,18 @@ def _lease(
             lease.keyed = row.keyed
         lease.deadline_ns = deadline_ns
         lease.visibility_s = visibility_s
-        lease.holder = address.holder
-        if offset >= head:
-            lease.salt = log.salt(offset)
-        else:
+        lease.holder = holder
+        if offset < head:
             lease.location, lease.salt = place(session, offset)
+        else:
+            if offset >> bits != segment:
+                segment, salt = offset >> bits, log.salt(offset)
+            lease.salt = salt
         leases.append(lease)
-    session.append(
-        [
-            *engine.owner_records(),
-            _records.pack_deliver(tid, gid, engine.token, deadline_ns, items),
-        ]
-    )
+    record = _records.pack_deliver(tid, gid, engine.token, deadline_ns, picks)
+    session.append([record] if engine.introduced else [engine.owner_record(), record])
     session.begun += leases
-    for lease in leases:
-        engine.hold(lease)
+    engine.hold(leases)
 
 
 def next_look(session: Session, group: GroupState) -> int | None:
@@ -148,9 +148,9 @@ def next_look(session: Session, group: GroupState) -> int | None:
     return soonest
 
 
-def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[int]) -> None:
+def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[int]) -> Tx:
     """Judge what ended by itself: owners' deaths, leases run out, messages expired; then make
-    ready what is due. Offsets of new dead letters are added to `dead`.
+    ready what is due. Offsets of new dead letters are added to `dead`. Returns the index.
     """
     tx = session.tx
     seq = session.page.words[DEAD_SEQ]
@@ -163,7 +163,7 @@ def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[in
         group.dead_seen = seq
         tx.touch(group)
     now_ns = _clock.monotonic_ns()
-    lapsed = tx.lapsed(group, now_ns)
+    lapsed = tx.lapsed(group, now_ns) if now_ns >= group.next_deadline_ns else ()
     if lapsed:
         for offset, _ in lapsed:
             session.engine.let_go((group.gid, offset))
@@ -173,7 +173,7 @@ def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[in
             [_judge_lapse(session, group, o, r, retry, now_ns, dead) for o, r in lapsed],
         )
     if not (group.n_back or group.n_suspect or group.n_wait or group.n_parked):
-        return  # nothing that could expire or be due
+        return tx  # nothing that could expire or be due
     expired = tx.expired(group, session.now_us)
     if expired:
         dead.extend(offset for offset, _ in expired)
@@ -181,6 +181,7 @@ def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[in
             session, group, [_die(session, group, o, r, EXPIRY_REASON, None) for o, r in expired]
         )
     tx.move_due(group, session.now_us)
+    return tx
 
 
 def _return_all(session: Session, group: GroupState, records: list[_records.Record]) -> None:

@@ -180,8 +180,8 @@ class Together:
                     if session.replicated:
                         job.session, job.puts = session, session.take_puts()
                 session.finish()
-            except BaseException:
-                session.abort()
+            except BaseException as error:
+                session.abort(error)
                 raise
             tail = self.page.words[TAIL]
             pokes = self._take_pokes(session)

@@ -394,12 +394,13 @@ class Queue(Asking):
         self, n: int, block: bool, timeout: float | None, visibility_timeout: float | Unset | None
     ) -> list[Message]:
         engine = self._writable()
-        visibility_s = self._visibility(visibility_timeout)
-        until_s = deadline_of(block, timeout)
+        visibility_s = self._visibility_s
+        if visibility_timeout is not UNSET:
+            visibility_s = self._visibility(visibility_timeout)
+        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         may_sync = True
+        waiter: Waiter | None = None
         while True:
-            over = until_s is not None and time.monotonic() >= until_s
-            waiter = None if over else new_waiter(READY)
             try:
                 taken = engine.execute(
                     _taking.take, self._address, min(n, 0xFFFF), visibility_s, waiter
@@ -417,25 +418,27 @@ class Queue(Asking):
                 continue
             if taken.dead:
                 self._tell_dead(taken.dead)
-            if waiter is None:
-                if not (may_sync and engine.settle_promises()):
-                    raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
+            if waiter is not None:
+                self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
+                waiter = None
+            elif until_s is None or time.monotonic() < until_s:
+                waiter = new_waiter(READY)  # only now: most find something at once
+            elif may_sync and engine.settle_promises():
                 may_sync = False
-                continue
-            self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
+            else:
+                raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
 
-    def _visibility(self, given: float | Unset | None) -> float | None:
-        if given is UNSET:
-            return self._visibility_s
+    def _visibility(self, given: Any) -> float | None:
         if given is None:
             return None
         return check_seconds("visibility_timeout", given, positive=True)
 
     def _messages(self, engine: Engine, leases: list[Lease]) -> list[Message]:
         messages = []
+        read = self._read
         try:
             for lease in leases:
-                content = self._read(lease.offset, lease.location, lease.salt)
+                content = read(lease.offset, lease.location, lease.salt)
                 if content is not None:
                     messages.append(Message(self, content, lease))
         except BaseException:
