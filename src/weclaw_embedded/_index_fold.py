@@ -32,10 +32,9 @@ from ._index_rows import (
     GroupState,
     Row,
     TopicState,
-    first_lease,
     key_u64_u64,
 )
-from ._index_state import Fresh, Leases
+from ._index_state import Fresh
 from ._records import (
     ACK,
     ACK_HEAD,
@@ -85,23 +84,16 @@ class Fold(Keep):
             raise self._failed(error) from error
 
     def _apply(self, offset: int, time_us: int, record: Readable) -> None:
-        kind = record[0] if record else 0
-        if kind == PUT:
-            self._put_message(offset, time_us, record)
-        elif kind == DELIVER:
-            self._deliver(offset, time_us, record)
-        elif kind == ACK:
-            self._ack(offset, time_us, record)
-        else:
-            try:
-                said = rec.unpack(record)
-            except ValueError as error:
-                self._reject(offset, str(error))
-                return
-            fold = _FOLD.get(type(said))
-            if fold is not None:
-                self._plain.clear()
-                fold(self, said, offset, time_us)
+        """Fold one record of those that are not most of a log."""
+        try:
+            said = rec.unpack(record)
+        except ValueError as error:
+            self._reject(offset, str(error))
+            return
+        fold = _FOLD.get(type(said))
+        if fold is not None:
+            self._plain.clear()
+            fold(self, said, offset, time_us)
 
     def _fold_one(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
         kind = record[0] if record else 0
@@ -171,10 +163,8 @@ class Fold(Keep):
 
     # Deliver
 
-    def _deliver(
-        self, offset: int, time_us: int, record: Readable, fresh: Fresh | None = None
-    ) -> None:
-        """Lease messages; the plain ones into `fresh` if given, which is written later."""
+    def _deliver(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
+        """Lease messages; the plain ones into `fresh`, which is written later."""
         if len(record) < _DELIVER_SIZE:
             self._reject(offset, "a DELIVER that is too short")
             return
@@ -188,11 +178,9 @@ class Fold(Keep):
         group = self._groups.get(gid) or self._reader(tid, gid, offset, time_us)
         topic = self._topics.get(group.tid) or self._topic(group.tid)
         cursor, tails = group.cursor, topic.tails
-        leases: Leases | None = None
-        if fresh is not None:
-            leases = fresh.get(gid)
-            if leases is None:
-                leases = fresh[gid] = {}
+        leases = fresh.get(gid)
+        if leases is None:
+            leases = fresh[gid] = {}
         at, chunk = (-1, -1), None  # the part of a queue that the last one was in
         for message, flags in DELIVER_ITEM.iter_unpack(record[_DELIVER_SIZE:]):
             priority = flags >> 4
@@ -211,16 +199,9 @@ class Fold(Keep):
                 ):
                     cursor[priority] = index + 1
                     group.n_leased += 1
-                    if leases is not None:
-                        leases[message] = (priority, owner, deadline_ns)
-                    else:
-                        self._put(
-                            key_u64_u64(LEASED, gid, message),
-                            first_lease(priority, message, owner, deadline_ns),
-                        )
+                    leases[message] = (priority, owner, deadline_ns)
                     continue
-            if fresh is not None:
-                self._write_leases(fresh)
+            self._write_leases(fresh)
             self._deliver_other(group, topic, message, priority, owner, deadline_ns)
         group.picks += count
         if deadline_ns < group.next_deadline_ns:
@@ -254,7 +235,7 @@ class Fold(Keep):
 
     # Settling
 
-    def _ack(self, offset: int, time_us: int, record: Readable, fresh: Fresh | None = None) -> None:
+    def _ack(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
         """Settle a message, whose lease may be one of `fresh`."""
         if len(record) < _ACK_SIZE:
             self._reject(offset, "an ACK that is too short")
@@ -263,7 +244,7 @@ class Fold(Keep):
         group = self._groups.get(gid) or self.group(gid)
         if group is None:
             return
-        if fresh is not None and gid in fresh and fresh[gid].pop(message, None) is not None:
+        if gid in fresh and fresh[gid].pop(message, None) is not None:
             group.n_leased -= 1
         elif gid in self._plain and message in self._plain[gid]:
             self._plain[gid].discard(message)

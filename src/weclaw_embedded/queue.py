@@ -394,10 +394,8 @@ class Queue(Asking):
         self, n: int, block: bool, timeout: float | None, visibility_timeout: float | Unset | None
     ) -> list[Message]:
         engine = self._writable()
-        visibility_s = self._visibility_s
-        if visibility_timeout is not UNSET:
-            visibility_s = self._visibility(visibility_timeout)
-        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
+        visibility_s = self._visibility(visibility_timeout)
+        until_s = deadline_of(block, timeout)
         may_sync = True
         waiter: Waiter | None = None
         while True:
@@ -428,7 +426,9 @@ class Queue(Asking):
             else:
                 raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
 
-    def _visibility(self, given: Any) -> float | None:
+    def _visibility(self, given: float | Unset | None) -> float | None:
+        if given is UNSET:
+            return self._visibility_s
         if given is None:
             return None
         return check_seconds("visibility_timeout", given, positive=True)
