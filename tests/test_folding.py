@@ -52,6 +52,21 @@ def test_who_only_puts_does_not_fold(open_queue):
     assert [n for n, _ in drain(q)] == list(range(300))
 
 
+def test_who_is_refused_drops_nothing(open_queue):
+    """A put that finds no room leaves what the index has in memory for the next look."""
+    q = open_queue(maxsize=1, flush="os")
+    for n in range(3):
+        q.put(n)
+        q.get().ack()
+    q.put(3)
+    engine = q._engine
+    with pytest.raises(weclaw.Full):
+        q.put(4, block=False)
+    tx = engine.index.write()
+    assert tx.stored < tx.applied == engine.page.words[TAIL]
+    assert q.get().body == 3
+
+
 def test_what_is_left_is_folded_soon_after(open_queue, small_parts):
     """The index follows by itself when the writing is over, in parts."""
     q = open_queue(segment_bytes=1 << 16, flush="os")

@@ -22,7 +22,7 @@ from index_model import ALL, Driver, check, found, joined, rebuild
 from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
 from weclaw_embedded._index import FILE_NAME, Index, IndexFullError
-from weclaw_embedded._index_rows import HEAD
+from weclaw_embedded._index_rows import CHUNK_ENTRIES, HEAD
 
 GID = rec.group_id("default", "default")
 PUT = joined(rec.pack_put(0, 0, 0, b"", b"body"))
@@ -171,6 +171,81 @@ def test_an_index_in_memory_is_dropped_when_another_process_commits(tmp_path: Pa
     tx = index.write()
     assert (tx.applied, tx.ready_count(tx.group(gid))) == (200, 0)
     index.close()
+
+
+class Kept:
+    """An index that commits only when it must, with a group and three messages."""
+
+    def __init__(self, path: Path) -> None:
+        self.index = Index.open(path, create=True)
+        self.index.share(memoryview(bytearray(8)).cast("Q"))
+        self.gid = rec.group_id("default", "g")
+        self.end = 100
+        self.tell(rec.pack_group(0, self.gid, "g"))
+        self.messages = [self.tell(rec.pack_put(0, 0, 0, b"", b"x")) for _ in range(3)]
+
+    def tell(self, record: rec.Record, *, commit: bool = False) -> int:
+        """Fold a record; return its offset."""
+        offset, data = self.end, joined(record)
+        self.end += 32 + len(data)
+        tx = self.index.write()
+        tx.apply(offset, 1, data)
+        if commit or not tx.keep(self.end):
+            tx.commit(self.end, 1)
+        return offset
+
+    def deliver(self, n: int, *, commit: bool = False) -> None:
+        """Lease the first `n` messages, one by one."""
+        for message in self.messages[:n]:
+            record = rec.pack_deliver(0, self.gid, 5, 2**40, [(message, 0, 1)])
+            self.tell(record, commit=commit)
+
+    def counts(self) -> tuple[int, ...]:
+        """Return how many are leased, dead and settled."""
+        group = self.index.write().group(self.gid)
+        assert group is not None
+        return group.n_leased, group.n_dead, group.settled
+
+
+def test_a_lease_known_to_be_in_the_index_ends_once(tmp_path: Path) -> None:
+    """One that was written is ended by its ack in memory, and not again after it died."""
+    kept = Kept(tmp_path / "a")
+    kept.deliver(3, commit=True)
+    kept.tell(rec.pack_ack(0, kept.gid, kept.messages[0]))
+    assert not kept.index.write()._in_use
+    assert kept.counts() == (2, 0, 1)
+    kept.tell(rec.pack_dead(kept.gid, kept.messages[1], "why", 5, retry=0, crash=0))
+    kept.tell(rec.pack_ack(0, kept.gid, kept.messages[1]))
+    assert kept.counts() == (1, 1, 1)
+    assert [offset for offset, _ in kept.index.write().leases(kept.gid)] == kept.messages[2:]
+    kept.index.close()
+
+
+def test_a_lease_that_is_given_twice_is_counted_twice(tmp_path: Path) -> None:
+    """Where damage took what lies between two deliveries, the ack of the second knows of both."""
+    kept = Kept(tmp_path / "a")
+    kept.deliver(1, commit=True)
+    kept.deliver(1)
+    kept.tell(rec.pack_ack(0, kept.gid, kept.messages[0]))
+    tx = kept.index.write()
+    group = tx.group(kept.gid)
+    assert group is not None
+    assert tx.deliveries(group, kept.messages[0]) == 2
+    kept.index.close()
+
+
+def test_a_full_chunk_is_found_before_it_is_written(tmp_path: Path) -> None:
+    """A queue longer than a chunk that is in memory alone is picked from its beginning."""
+    kept = Kept(tmp_path / "a")
+    for _ in range(CHUNK_ENTRIES):
+        kept.tell(rec.pack_put(0, 0, 0, b"", b""))
+    tx = kept.index.write()
+    group = tx.group(kept.gid)
+    assert group is not None
+    assert not tx.open
+    assert [pick.offset for pick in tx.pick(group, 3, visible=kept.end)] == kept.messages
+    assert len(tx.pick(group, 2000, visible=kept.end)) == CHUNK_ENTRIES + 3
+    kept.index.close()
 
 
 def hot_log(numbers: random.Random, length: int) -> Iterator[tuple[int, int, bytes]]:
