@@ -105,8 +105,12 @@ def _write_copy(
 # -- repair --------------------------------------------------------------------------------------
 
 
-def repair(engine: Engine, seen: Seen | None = None) -> list[tuple[int, str]]:
-    """Set aside what cannot be read, so that `verify` is quiet; (offset, reason) of each place."""
+def repair(
+    engine: Engine, seen: Seen | None = None, lost: set[int] | None = None
+) -> list[tuple[int, str]]:
+    """Set aside what cannot be read, so that `verify` is quiet; (offset, reason) of each place.
+    The offsets of those that no replica made good are added to `lost`.
+    """
     found = engine.verify(seen)
     if not found:
         return []
@@ -120,6 +124,8 @@ def repair(engine: Engine, seen: Seen | None = None) -> list[tuple[int, str]]:
         spots = unreadable(log, log.head_offset, log.state.words[TAIL])
         while spots and spots != before:
             for start, end, reason in spots:
+                if lost is not None:
+                    lost.add(start)
                 for offset in session.tx.live_in(start, end):
                     if offset < end and offset >= start:
                         _delivery.set_aside(session, offset, reason)

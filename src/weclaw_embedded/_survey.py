@@ -244,7 +244,9 @@ class Gone(NamedTuple):
     offset: int
     reason: str
     size_bytes: int
-    """0 where nothing of a message stands: a header, of which there is another copy."""
+    """0 where no message is gone: a header, of which there is another copy, or what is healed."""
+    healed: bool
+    """The replica had it: nothing is gone."""
     after: datetime | None
     before: datetime | None
     """It was written between these times: those of what can be read around it."""
@@ -258,10 +260,13 @@ def repair(store: Store, update: Update) -> list[Gone]:
     for start, end, _ in _mend.unreadable(log, log.head_offset, end_of_log(store)):
         places[start] = end - start
     around = _times_around(store, sorted(places))
-    return [
-        Gone(offset, reason, places.get(offset, 0), *around.get(offset, (None, None)))
-        for offset, reason in _mend.repair(engine, _telling(update))
-    ]
+    lost: set[int] = set()
+    found = []
+    for offset, reason in _mend.repair(engine, _telling(update), lost):
+        healed = offset in places and offset not in lost
+        size = 0 if healed else places.get(offset, 0)
+        found.append(Gone(offset, reason, size, healed, *around.get(offset, (None, None))))
+    return found
 
 
 def _times_around(
@@ -288,6 +293,11 @@ def _times_around(
 def end_of_log(store: Store) -> int:
     """The offset behind the last thing that was written."""
     return int(store._engine.log.state.words[TAIL])
+
+
+def epoch(store: Store) -> int:
+    """How often the queue was taken over from a copy, + 1."""
+    return int(store._engine.log.header.epoch)
 
 
 def _telling(update: Update) -> Callable[[int, int], None]:

@@ -165,6 +165,30 @@ def test_repair_says_what_is_gone(file: Path, ctl: Any) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_repair_says_what_came_back(file: Path, js: Any, ctl: Any) -> None:
+    """What the replica had is not said to be gone; what it lacks too is."""
+    copy = file.parent / "copy.wq"
+    with weclaw.Queue(file, replica=str(copy)) as q:
+        for text in "abcd":
+            q.put(text * 300)
+    damage(copy, b"d" * 300)
+    damage(file, b"b" * 300)
+    (found,) = js("repair", file)
+    assert (found["healed"], found["size_bytes"]) == (True, 0)
+    damage(file, b"b" * 300)
+    status, out, _ = ctl("repair", file)
+    assert status == 0
+    assert "1 place healed from the replica: nothing is gone" in out
+    assert "set aside" not in out
+    damage(file, b"b" * 300)
+    damage(file, b"d" * 300)
+    sizes = {one["healed"]: one["size_bytes"] for one in js("repair", file)}
+    assert sizes[True] == 0
+    assert sizes[False] > 300
+    assert js("verify", file) == []
+    assert [one["body"][0] for one in js("peek", file)] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("verb", ["verify", "repair", "backup", "replay"])
 def test_what_takes_long_tells_how_far_it_is(
     verb: str, file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch

@@ -38,9 +38,9 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
     ):
         if against is None:
             faults = _survey.verify(store, update)
-            compared = None
+            compared, promoted = None, 0
         else:
-            compared = _compare(store, against)
+            compared, promoted = _compare(store, against)
             faults = compared.differences
     if as_json:
         found = [{"offset": offset, "reason": reason} for offset, reason in faults]
@@ -56,7 +56,11 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
                 f"{common.count(len(faults), 'fault')}; what they hit is set aside, the rest flows"
             )
         else:
-            click.echo("not the same: never promote this copy; make a new one, or restore")
+            click.echo(
+                f"the copy was promoted (epoch {promoted}) and goes its own way from there on"
+                if promoted
+                else "not the same: never promote this copy; make a new one, or restore"
+            )
     elif compared is None:
         click.echo("good: everything kept can be read")
     elif compared.behind:
@@ -69,8 +73,10 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
     return 1 if faults or (compared is not None and compared.behind) else 0
 
 
-def _compare(store: weclaw.Store, against: str) -> _survey.Comparison:
-    """Wait for a copy that is being fed until it has what the file has now."""
+def _compare(store: weclaw.Store, against: str) -> tuple[_survey.Comparison, int]:
+    """Wait for a copy that is being fed until it has what the file has now. Also its epoch if it
+    was promoted over the file, else 0.
+    """
     until = _survey.end(store)
     deadline = time.monotonic() + _PATIENCE_S
     # Readonly: a copy belongs to its receiver, who may be at work on it.
@@ -78,7 +84,9 @@ def _compare(store: weclaw.Store, against: str) -> _survey.Comparison:
         while True:
             before = _survey.end(other)
             if before >= until or time.monotonic() >= deadline:
-                return _survey.compare(store, other, until)
+                epoch = _survey.epoch(other)
+                promoted = epoch if epoch > _survey.epoch(store) else 0
+                return _survey.compare(store, other, until), promoted
             time.sleep(0.1)
 
 
@@ -89,7 +97,8 @@ def _compare(store: weclaw.Store, against: str) -> _survey.Comparison:
 def repair(file: str, yes: bool, as_json: bool) -> None:
     """Set aside what can't be read in FILE, so that 'verify' finds it good again.
 
-    The messages that stood there are gone; all others are kept. Processes may go on working.
+    What its replica has is put back. Else the messages that stood there are gone; all others are
+    kept. Processes may go on working.
     """
     with common.opened(file) as store:
         with common.progress_bar("verify", None, percent=True) as update:
@@ -111,9 +120,14 @@ def repair(file: str, yes: bool, as_json: bool) -> None:
             [("offset", "right"), ("bytes", "right"), "written between (UTC)", "reason"],
             [(one.offset, one.size_bytes, _between(one), one.reason) for one in found],
         )
+        healed = sum(one.healed for one in found)
+        if healed:
+            click.echo(f"{common.count(healed, 'place')} healed from the replica: nothing is gone")
+        if healed == len(found):
+            return
         gone = sum(one.size_bytes for one in found)
         click.echo(
-            f"{common.count(len(found), 'place')} set aside: "
+            f"{common.count(len(found) - healed, 'place')} set aside: "
             + (f"the messages in {common.count(gone, 'byte')} are gone" if gone else "no message")
             + "; all others are kept"
         )
