@@ -654,7 +654,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         if not busy:
             self._upkeep_due = False
         # What it could not do now is done by the next call; a failure is in the shared page.
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
             wait_s = None if self.closed else maintain(self, busy=busy)
             if wait_s is not None and not self._upkeep_due:
                 self._upkeep_due = True
@@ -698,11 +698,11 @@ class Engine(Folding, Together, Durability, FileOptions):
 
     def hand_back(self, belongs: Callable[[Any], bool]) -> None:
         """Release, uncounted, what was leased by holders of which `belongs(holder)` is true, and
-        flush. Raises nothing after a failure.
+        flush. Raises nothing after a failure, nor when the file was fenced.
         """
         if self.closed or self.page.words[FAILED] or self._failure:
             return
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
             self.execute(self._release, belongs)
             self.flush()
 

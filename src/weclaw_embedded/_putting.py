@@ -56,6 +56,7 @@ def put(
     `waiter` registered before the lock is given back. Offsets of messages that ran out, and so
     made room, are added to `dead`.
     """
+    session.check_writable()
     tid, records = topic_of(session, address.topic)
     ids: list[str | None] = []
     fresh: Sequence[Encoded] = messages
@@ -262,6 +263,7 @@ def _transact(
     maxsizes: Mapping[str, int],
     dead: list[int],
 ) -> list[str]:
+    session.check_writable()
     for lease, _ in acks:
         hold(session, lease)
     if len({(lease.gid, lease.offset) for lease, _ in acks}) < len(acks):

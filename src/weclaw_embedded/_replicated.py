@@ -133,6 +133,9 @@ class FencedSession(Session):
     __slots__ = ()
     may_write = False
 
+    def check_writable(self) -> None:
+        raise fenced_error(self.engine)
+
     def append(self, records: Any, policy: int = 0, **_: Any) -> list[int]:
         raise fenced_error(self.engine)
 

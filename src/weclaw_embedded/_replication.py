@@ -43,6 +43,7 @@ from ._feeder import (
 )
 from ._format import FENCED
 from ._opening import FEEDER, WRITE
+from ._session import ALL
 from ._shared import (
     FAILED,
     FEED_PIPE,
@@ -50,16 +51,18 @@ from ._shared import (
     FENCED_BY,
     IS_FENCED,
     OPTIONS_SEQ,
+    READY,
     REPLICA_AT,
     REPLICA_PIN,
     REPLICA_WAIT_HIGH,
     REPLICATED,
     REPLICATION,
+    SETTLED,
     SYNC_WANTED,
     WANTED,
 )
 from ._stream import DIVERGED, HIGHER_EPOCH, NOT_A_COPY, OTHER_STORE
-from ._wake import FEED_BYTE, READY_BYTE, REPLICATED_BYTE, Waiter
+from ._wake import FEED_BYTE, READY_BYTE, REPLICATED_BYTE, SETTLED_BYTE, Waiter
 from .errors import (
     DiskFullError,
     FencedError,
@@ -84,12 +87,12 @@ _CLOSE_STALL_S: Final = 1.0  # a close waits for the replica as long as it makes
 _CLOSE_S: Final = 10.0  # but no longer than this
 
 
-def fenced_error(engine: Engine) -> FencedError:
+def fenced_error(engine: Engine, done: str = "nothing was written") -> FencedError:
     epoch = engine.page.words[FENCED_BY]
     return FencedError(
         f"{engine.path}: its copy was promoted over it (epoch {epoch}, this file has "
-        f"{engine.header.epoch}); nothing was written, what is here can be read; go on with the "
-        "promoted file, and look here for what it lacks"
+        f"{engine.header.epoch}); {done}, what is here can be read; go on with the promoted file, "
+        "and look here for what it lacks"
     )
 
 
@@ -132,7 +135,10 @@ class Replication:
         while words[REPLICATED] < until:
             mode = words[REPLICATION]
             if mode & IS_FENCED:
-                raise fenced_error(self._engine)
+                raise fenced_error(
+                    self._engine,
+                    "what was written just now may be only here",
+                )
             if words[FAILED]:
                 raise self._engine._failed()
             if not mode & SYNC_WANTED or self._stopping:
@@ -422,6 +428,9 @@ class Replication:
                 words[REPLICATION] |= IS_FENCED
                 kept = words[TAIL] - words[REPLICA_AT]
                 at = words[REPLICA_AT]
+                # They wait for what can't come any more.
+                ready = self._page.take_waiting(READY, ALL)
+                settled = self._page.take_waiting(SETTLED, ALL)
             finally:
                 _files.unlock(engine.fd, WRITE)
         with contextlib.suppress(OSError, DiskFullError):
@@ -438,6 +447,8 @@ class Replication:
         )
         self._wake(0)
         engine.waker.wake_all()
+        engine.wake(ready, READY_BYTE)
+        engine.wake(settled, SETTLED_BYTE)
 
     @property
     def reason(self) -> str:

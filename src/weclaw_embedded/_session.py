@@ -102,6 +102,9 @@ class Session:
             self._apply(self._tx)  # at once: the next look must see it
         return offsets
 
+    def check_writable(self) -> None:
+        """Raise when nothing can be written here any more: what is waited for would never come."""
+
     def confirm(self, until: int, puts: list[int] | None) -> None:
         """Wait for the replica, if there is one that is waited for; `puts` from `take_puts`."""
 

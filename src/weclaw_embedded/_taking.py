@@ -50,6 +50,7 @@ def take(
     words = session.page.words
     if words[WAITERS]:
         engine.unmark()
+    session.check_writable()
     group = group_of(session, address)
     taken = Taken()
     if group.paused_until_us <= session.now_us:
