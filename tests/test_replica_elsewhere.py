@@ -181,6 +181,19 @@ def test_what_a_command_has_started_itself_is_not_left_behind(
     eventually(lambda: all(gone(pid) for pid in pids))
 
 
+@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+def test_a_receiver_that_dies_idle_is_started_again(
+    open_queue: Callable[..., Any], copy: Path, sync: bool
+) -> None:
+    """Nothing has to be put for that, and no zombie is left."""
+    q = open_queue(replica=copy, sync_replica=sync)
+    q.put(0)
+    level(q)
+    pid = send_signal(copy, signal.SIGKILL)
+    eventually(lambda: gone(pid))
+    eventually(lambda: receivers(copy))
+
+
 def put_where_a_broken_pipe_kills(pipe, path, copy):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     q = weclaw.Queue(path, codec="raw", replica=copy, replica_timeout=30.0)

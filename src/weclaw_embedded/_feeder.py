@@ -349,12 +349,7 @@ class Link:
         while True:
             while channel.is_writable and self._send_next(target, announced):
                 pass
-            body = channel.take()
-            if body is not None:
-                if body[0] != ACK:
-                    raise LinkDownError("the receiver answered something else than how far it is")
-                self.acked = min(_stream.unpack_offset(body), self.asked)
-                self._whole = True
+            if self._take():
                 continue
             if self.acked >= target:
                 return True
@@ -363,6 +358,25 @@ class Link:
             if now_s >= until_s or self._stopping():
                 return False
             channel.wait(min(until_s - now_s, _LOOK_S))
+
+    def listen(self) -> None:
+        """Hear what the receiver says though nothing is asked of it, and that it has ended. Raises
+        LinkDownError, RefusedError.
+        """
+        self.channel.wait(0.0)
+        while self._take():
+            pass
+
+    def _take(self) -> bool:
+        """Take one answer that is there; False when there is none."""
+        body = self.channel.take()
+        if body is None:
+            return False
+        if body[0] != ACK:
+            raise LinkDownError("the receiver answered something else than how far it is")
+        self.acked = min(_stream.unpack_offset(body), self.asked)
+        self._whole = True
+        return True
 
     def _look_whether_it_hangs(self, now_s: float) -> None:
         """Raise LinkDownError when the receiver was silent for too long."""

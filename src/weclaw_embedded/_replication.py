@@ -372,9 +372,13 @@ class Replication:
                 with contextlib.suppress(BlockingIOError):
                     os.read(pipe, 4096)
             elif self._link is link:
+                # A round would not notice: it only listens while there is something to wait for.
                 with self._round:
                     if self._link is link:
-                        self._do_round(time.monotonic())
+                        try:
+                            link.listen()
+                        except (LinkDownError, RefusedError, OSError) as error:
+                            self._lost(error)
 
     def _open_pipe(self) -> int:
         if self._pipe < 0:
