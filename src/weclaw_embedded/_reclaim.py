@@ -201,13 +201,35 @@ def _carries(
     is_tight = bool(log.state.words[RESERVE])
     most = log.segment_bytes // 4 if is_tight else log.segment_bytes * 7 // 8
     few = n_bytes <= most and len(live) <= _MAX_CARRIED
-    if force and n_bytes > _room_bytes(log):
+    # Where only `max_bytes` is reached, there is a little more for a moment: what is freed takes
+    # its place.
+    spare_bytes = 0 if is_tight else 2 * log.segment_bytes
+    if force and n_bytes > _room_bytes(log) + spare_bytes:
         return None
+    few = few or (force and _opens(session, tx))
     if not few and is_tight and not _pays(session, tx, live):
         return None
     if not (few or is_tight) and tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2:
         return None
     return [_carry(session, tx, offset, put, time_us) for offset, put, time_us in puts]
+
+
+def _opens(session: Session, tx: Tx) -> bool:
+    """Whether the next few segments have nothing ready, and carrying what is held there, or waits,
+    frees at least one more than it takes: it stands before much that is settled.
+    """
+    log = session.log
+    words = log.state.words
+    carried_bytes = 0
+    for n in range(1, _STEPS + 1):
+        segment = words[HEAD] + n - 1
+        start, end = segment << log.bits, (segment + 1) << log.bits
+        if segment >= words[LAST] or tx.has_ready(start, end):
+            return False
+        carried_bytes += len(tx.live_in(start, end)) * (_average(tx) + _CARRIED_BYTES)
+        if carried_bytes <= (n - 1) * log.segment_bytes:
+            return True
+    return False
 
 
 def _carry(session: Session, tx: Tx, offset: int, put: bytes, time_us: int) -> _records.Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -331,3 +332,30 @@ def test_case_18_a_limit_of_two_slots_is_worked_off_and_filled_again(path):
             assert put == done
             assert put > 10
         child.end()
+
+
+@pytest.mark.parametrize("n_held", [5, 12])
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_what_is_held_does_not_keep_producers_out_of_what_is_settled_behind_it(
+    path, open_queue, n_held, share
+):
+    """With `max_bytes` reached, as much is put again as was settled, though the oldest are held."""
+    q = open_queue(max_bytes=2 * MIB, retention=0, segment_bytes=65536, flush="os")
+    n = 0
+    with contextlib.suppress(weclaw.Full):
+        while True:
+            q.put(os.urandom(9_000), block=False)
+            n += 1
+    held = q.get_many(n_held, visibility_timeout=None)
+    settled = int(n * share)
+    for msg in q.get_many(settled):
+        msg.ack()
+    again = 0
+    with contextlib.suppress(weclaw.Full):
+        while True:
+            q.put(os.urandom(9_000), block=False)
+            again += 1
+    assert again > settled * 0.7
+    for msg in held:
+        msg.ack()
+    assert len(drain(q)) == n - n_held - settled + again
