@@ -290,7 +290,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         # Not in the turns that make room: that would wait for itself.
         if not words[SPARES] and self._room_maker != threading.get_ident():
             self._keep_spare()
-        if self.index.is_short:
+        if self.index.room.is_short:
             self._feed_index()
         tail = words[TAIL]
         if not 0 <= tail - self._reserve_seen < self._reserve_step:
@@ -309,7 +309,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         """Give the index space that the log has kept back: the reserve is for both."""
         # A failure is in the shared page by now; a full disk leaves it as it is.
         with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
-            self.index.is_short = False
+            self.index.room.is_short = False
             if self.turn(lambda session: session.log.release()):
                 self.index.look_for_room()
 

@@ -157,10 +157,10 @@ class Index:
     """
 
     def __init__(self, env: lmdb.Environment, reserve_fd: int) -> None:
-        self._room = Room(env, reserve_fd)
+        self.room = Room(env, reserve_fd)
         self._tx = Tx()
         self._tx.main = env.open_db(None)
-        self._tx.room = self._room
+        self._tx.room = self.room
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, create: bool, mode: int = 0o600) -> Index:
@@ -218,28 +218,19 @@ class Index:
 
     def look_for_room(self) -> None:
         """There is space now: have it before the next transaction."""
-        self._room.begun = 0
+        self.room.begun = 0
 
     def sync(self) -> None:
         """Have all of it on stable storage when this returns."""
-        self._room.env.sync(True)
+        self.room.env.sync(True)
 
     def readers_checked(self) -> int:
         """Clear the slots of dead readers; return how many there were."""
-        return self._room.env.reader_check()
+        return self.room.env.reader_check()
 
     def used_bytes(self) -> int:
         """Return what the index takes on disk, the reserve not counted."""
-        return self._room.used_bytes()
-
-    @property
-    def is_short(self) -> bool:
-        """Whether it wanted space that the disk does not have; set it back when there is some."""
-        return self._room.is_short
-
-    @is_short.setter
-    def is_short(self, value: bool) -> None:
-        self._room.is_short = value
+        return self.room.used_bytes()
 
     def close(self, *, sync: bool = False) -> None:
         """Close it; an open transaction is taken back.
@@ -252,10 +243,10 @@ class Index:
             self._tx._commits = None
         try:
             if sync:
-                self._room.env.sync(True)
+                self.room.env.sync(True)
         finally:
-            os.close(self._room.reserve_fd)
-            self._room.env.close()
+            os.close(self.room.reserve_fd)
+            self.room.env.close()
 
 
 def _allocate_lock_file(path: Path) -> None:
