@@ -253,3 +253,35 @@ def test_a_thread_and_a_loop_may_wait_in_one_process(path: Path) -> None:
     asyncio.run(both())
     q.close()
     assert sorted(got) == sorted([*range(20), *range(20)])
+
+
+def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
+    """Alone it looks seldom; from then on as often as a death has to be noticed."""
+
+    def wait_alone(pipe, path):
+        from weclaw_embedded import _engine
+
+        _engine.ALONE_CHECK_S = 3600.0
+        q = weclaw.Queue(path)
+        engine = q._store._engine
+        real = engine.turn
+
+        def turn(operation, *args):
+            pipe.send(engine.look_every_s)
+            return real(operation, *args)
+
+        engine.turn = turn
+        with q.get() as msg:
+            pipe.send(msg.body)
+
+    def come(pipe, path):
+        pipe.send("open" if weclaw.Queue(path) else "")
+        pipe.recv()
+
+    with Child(wait_alone, path) as waiter:
+        assert waiter.hear() == 3600.0
+        with Child(come, path) as other:
+            assert other.hear() == "open"
+            while (said := waiter.hear()) == 3600.0:
+                pass
+            assert said < 0.5

@@ -28,7 +28,7 @@ MAX_REASON_BYTES: Final = 4096
 _OWN_ID_DIGITS: Final = 22
 _HEX: Final = frozenset("0123456789abcdef")
 # What ends or is due sooner is told to all who wait: by themselves they would look too late.
-SOON_S: Final = 1.0
+SOON_S: Final = 2.5
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ logger = logging.getLogger("weclaw_embedded")
 
 # How long a waiter sleeps before it looks whether the owner of a lease has died.
 DEATH_CHECK_S: Final = 0.4
+# The same while no other process has the file open, whose death could matter.
+ALONE_CHECK_S: Final = 2.0
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
 # How often, while a segment is filled, it is seen to that a full disk could be worked off.
@@ -128,6 +130,11 @@ def _session_maker() -> Callable[[Engine, int], Session]:
     from ._replicated import session_of
 
     return session_of
+
+
+def _tell_everybody(session: Session) -> None:
+    """Have all who wait look again."""
+    session.ready = session.settled = ALL
 
 
 class Engine(Folding, Together, Durability, FileOptions):
@@ -226,6 +233,8 @@ class Engine(Folding, Together, Durability, FileOptions):
         if opened.rebuild:
             self.execute(lambda session: session.tx)
         if not self.page.words[REPLICATION] & (IS_COPY | IS_FENCED):
+            if self.look_every_s < ALONE_CHECK_S:
+                self.execute(_tell_everybody)  # whoever waits is no longer alone
             self._look_after_reserve()
 
     # -- sessions ------------------------------------------------------------------------------
@@ -439,7 +448,9 @@ class Engine(Folding, Together, Durability, FileOptions):
         tail = self.page.words[TAIL]
         while True:
             now_s = time.monotonic()
-            left_s = DEATH_CHECK_S if until_s is None else min(DEATH_CHECK_S, until_s - now_s)
+            left_s = self.look_every_s
+            if until_s is not None:
+                left_s = min(left_s, until_s - now_s)
             if self.waker.wait(waiter, left_s) or self.closed or self.page.words[FAILED]:
                 return
             if until_s is not None and time.monotonic() >= until_s:
@@ -455,6 +466,14 @@ class Engine(Folding, Together, Durability, FileOptions):
                 self.durable(words[TAIL])
                 return
             self._check_place()
+
+    @property
+    def look_every_s(self) -> float:
+        """How long whoever waits sleeps before he looks for what nobody tells."""
+        page = self.page
+        if page.words[OWNERS_HIGH] > 1 and any(slot != self.slot for slot, _ in page.owners()):
+            return DEATH_CHECK_S
+        return max(DEATH_CHECK_S, ALONE_CHECK_S)
 
     def settle_promises(self) -> bool:
         """Do the sync that frames still wait for, if any; True when there was one to do. Whoever

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from . import _putting, _settling
 from ._delivery import Encoded, Lease, Taken
 from ._durability import poll_of
-from ._engine import Engine
+from ._engine import DEATH_CHECK_S, Engine
 from ._io_calls import (
     PENDING,
     Call,
@@ -68,8 +68,6 @@ logger = logging.getLogger("weclaw_embedded")
 MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
-# How often it is looked for what nobody tells: a death has to be noticed within half a second.
-_TICK_S: Final = 0.4
 _LOOK_FOR_ROOM_S: Final = 0.5  # room also comes of itself, when a message runs out
 _SMALL_POOL: Final = 8
 
@@ -299,6 +297,12 @@ class Io:
         self._bell.acquire(timeout=wait_s)
         self._asleep = False
 
+    def _tick_s(self) -> float:
+        """How long until it is looked for what nobody tells: deaths, and queues that were closed
+        while a put of theirs waits for room.
+        """
+        return DEATH_CHECK_S if self._parked else self._engine.look_every_s
+
     # -- a turn ------------------------------------------------------------------------------------
 
     def _run_turn(self, turn: Turn) -> None:
@@ -306,7 +310,7 @@ class Io:
         if self._takes or self._parked:
             self._tick(turn, now_s)
         else:
-            self._next_tick_s = now_s + _TICK_S
+            self._next_tick_s = now_s + self._tick_s()
         look_settled, self._look_settled = self._look_settled, False
         look_ready, self._look_ready = self._look_ready, False
         if look_settled:
@@ -619,7 +623,7 @@ class Io:
             turn.answers.append(call)
         if now_s < self._next_tick_s:
             return
-        self._next_tick_s = now_s + _TICK_S
+        self._next_tick_s = now_s + self._tick_s()
         engine = self._engine
         for call in self._parked:
             if call.queue is not None and call.queue._closed and not call.over:
