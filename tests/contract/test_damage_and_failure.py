@@ -441,12 +441,12 @@ def test_damaged_while_open(path):
 
 
 def test_repeated_opening_leaks_nothing(path):
-    """A hundred openings leave no file, no descriptor and no growth behind."""
+    """Two thousand openings leave no file, no descriptor and no growth behind."""
     with weclaw.Queue(path) as q:
         q.put("x")
     size = path.stat().st_size
     fds = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    for n in range(100):
+    for n in range(2000):
         with weclaw.Queue(path) as q:
             assert q.qsize() == 1 + n // 10
             if n % 10 == 9:
