@@ -8,6 +8,7 @@ so that folding the log never has to decide anything again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -25,13 +26,16 @@ from ._delivery import (
 from ._index import GroupState, Pick, Row, Tx
 from ._options import RetryPolicy
 from ._records import DIED, LAPSED, NEVER
+from ._segments import SPARES
 from ._session import Session
 from ._shared import DEAD_SEQ, OWNERS_HIGH, READY, WAITERS, mask_of
 from ._wake import Waiter
+from .errors import DiskFullError
 
 LAPSE_REASON: Final = "lease ran out"
 DEATH_REASON: Final = "consumer died"
 EXPIRY_REASON: Final = "expired"
+_ENDING_BYTES: Final = 256  # of log, for a lease to end in any way, with a reason of some length
 
 
 def take(
@@ -65,6 +69,8 @@ def take(
                 engine.bury(session, dead)
                 picks = _look(session, group, address.retry, n, taken.dead, choose)
         if picks:
+            if not words[SPARES]:
+                picks = _endable(session, picks)
             _lease(session, address, group, picks, visibility_s, taken.leases)
             mask = mask_of(group.tid)
             session.settled |= mask  # ready is less now: there may be room
@@ -96,6 +102,30 @@ def _look(
     if choose is not None:
         return choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
     return tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
+
+
+def _endable(session: Session, picks: list[Pick]) -> list[Pick]:
+    """What of `picks` may be leased where the disk is full: all that is leased must be able to end
+    in what is left of the log's last segment. Raises DiskFullError when that is none.
+    """
+    log = session.log
+    if log.holding():
+        return picks
+    tx = session.tx
+    leased = sum(group.n_leased for topic in tx.topics() for group in tx.groups(topic.tid))
+    n = log.room // _ENDING_BYTES - 1 - leased  # one is for the delivery itself
+    if n >= len(picks):
+        return picks
+    # Only now, as it costs a call: there may be room by now, and nobody has looked since.
+    with contextlib.suppress(DiskFullError):
+        log.hold(1)
+        return picks
+    if n <= 0:
+        raise DiskFullError(
+            f"the disk is full, and the {log.room} bytes left in the log are for the {leased} "
+            "messages in flight to be ended with; nothing was taken; settle them, or make room"
+        )
+    return picks[:n]
 
 
 def _lease(

@@ -190,22 +190,46 @@ def test_looking_needs_no_room(tmp_path: Path) -> None:
         n = fill(q, mixed=False, size=20_000)
         with Child(take_and_report, str(disk / "t.wq")) as child:
             held = child.hear()
+            mine = q.get(block=False, visibility_timeout=None)
             ballast(disk)
             with contextlib.suppress(weclaw.DiskFullError):
                 while True:
-                    q.get(block=False).release()
+                    mine.extend(60)
             child.kill()
         with pytest.raises(weclaw.DiskFullError):
             q.get(block=False)
         for _ in range(2):
             assert len(q.dlq) == len(list(q.dlq)) == len(held)
             assert q.dlq.get(held[0]).reason == "consumer died"
-            assert q.qsize() == n - len(held)
-            assert q.stats()[:4] == (n - len(held), 0, 0, len(held))
+            assert q.qsize() == n - len(held) - 1
+            assert q.stats()[:4] == (n - len(held) - 1, 0, 1, len(held))
             assert q.status(held[0]) == "dead"
             assert q.peek(1)[0].id not in held
             assert q.offset > 0
         assert not told
+        q.close()
+
+
+@pytest.mark.parametrize("size", range(19_900, 20_000, 30))
+@pytest.mark.parametrize("held", [0, 20])
+def test_what_is_taken_on_a_full_disk_can_be_ended(tmp_path: Path, size: int, held: int) -> None:
+    """Wherever in the last segment it ends: taking is refused first, and never the ending."""
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        q = weclaw.Queue(disk / "t.wq", segment_bytes=65536, flush="os")
+        n = fill(q, mixed=False, size=size)
+        inflight = q.get_many(held, visibility_timeout=None) if held else []
+        ballast(disk)
+        msg = None
+        with pytest.raises(weclaw.DiskFullError, match="nothing was taken"):
+            while True:
+                msg = q.get(block=False)
+                msg.release()
+        assert msg is not None
+        with pytest.raises(weclaw.LeaseLostError):
+            msg.ack()
+        for msg in inflight:
+            msg.nack(backoff=60, reason="ValueError: " + "x" * 100)
+        assert q.stats()[:4] == (n - held, held, 0, 0)
         q.close()
 
 
