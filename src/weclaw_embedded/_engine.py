@@ -395,7 +395,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
         if self.page.words[OWNERS_HIGH] <= 1:
             return []  # only ever one, which is us
-        slots = [slot for slot, _ in self.page.owners() if slot != self.slot]
+        slots = self.page.others(self.slot)
         if not everyone and slots:
             self._next_probe = (self._next_probe + 1) % len(slots)
             slots = [slots[self._next_probe]]
@@ -471,7 +471,7 @@ class Engine(Folding, Together, Durability, FileOptions):
     def look_every_s(self) -> float:
         """How long whoever waits sleeps before he looks for what nobody tells."""
         page = self.page
-        if page.words[OWNERS_HIGH] > 1 and any(slot != self.slot for slot, _ in page.owners()):
+        if page.words[OWNERS_HIGH] > 1 and page.others(self.slot):
             return DEATH_CHECK_S
         return max(DEATH_CHECK_S, ALONE_CHECK_S)
 

@@ -73,6 +73,7 @@ class Folding:
             last = fold_in_parts(self.index, tx, self.log, found, applied)
             if last.end == tail:
                 self.log.remember_last(tail, last.offset)
+            self.log.keep_at_hand(last.found)
 
     def fold_behind(self, *, busy: bool) -> None:
         """Fold what nobody has looked at yet: one part when it is a lot, all of it when not much

@@ -122,6 +122,14 @@ class Reading(Segments):
         self._window = (begin, data, salt)
         return data[32:end], time_us
 
+    def keep_at_hand(self, found: Stretch | Frame | None) -> None:
+        """Have what was just read of the log's end, if it is little, at hand for those who want its
+        records next.
+        """
+        if isinstance(found, Stretch) and len(found.data) <= _LARGE_WINDOW:
+            salt = self.place(found.base >> self.bits)[1]
+            self._window = (found.base, found.data[: found.ends[-1]], salt)
+
     def _load_part(self, offset: int) -> _Part:
         """Read and check the part in which the record at `offset` begins."""
         segment = offset >> self.bits

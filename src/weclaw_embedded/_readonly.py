@@ -62,7 +62,8 @@ class _Waker(Waker):
     """A looker is not woken: it makes no pipe, and looks again by itself."""
 
     def add(self, waiter: Waiter) -> None:
-        """Nobody will wake it."""
+        """It will sleep, and nobody will wake it."""
+        waiter.arm()
 
 
 class _Session(Session):

@@ -33,6 +33,7 @@ class Last:
         self.enough = enough  # what begins after this offset is left
         self.offset = 0
         self.end = 0
+        self.found: Stretch | Frame | None = None
         self.was_all = False
 
     def until_enough(self, found: Iterator[Stretch | Frame]) -> Iterator[Stretch | Frame]:
@@ -42,6 +43,7 @@ class Last:
                 self.offset, self.end = one.last, one.end
             else:
                 self.offset, self.end = one[0], one[1]
+            self.found = one
             yield one
             if self.end > self.enough:
                 return

@@ -19,7 +19,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from bisect import bisect_left
 from typing import Final
 
 from . import _files
@@ -317,13 +317,19 @@ class SharedPage(LogState):
 
     # -- owners ----------------------------------------------------------------------------------
 
-    def owners(self) -> Iterator[tuple[int, int]]:
-        """(slot, token) of every owner that has a token, living or dead."""
+    def _of_each(self, word: int) -> list[int]:
+        """That word of every slot, the token with 0, as far as there are owners."""
         words = self.words
-        for slot in range(words[OWNERS_HIGH]):
-            token = words[self._owners_at + slot * _OWNER_WORDS]
-            if token:
-                yield slot, token
+        at = self._owners_at
+        return words[at + word : at + words[OWNERS_HIGH] * _OWNER_WORDS : _OWNER_WORDS].tolist()
+
+    def owners(self) -> list[tuple[int, int]]:
+        """(slot, token) of every owner that has a token, living or dead."""
+        return [(slot, token) for slot, token in enumerate(self._of_each(0)) if token]
+
+    def others(self, slot: int) -> list[int]:
+        """The slots of every owner, living or dead, but for one."""
+        return [n for n, token in enumerate(self._of_each(0)) if token and n != slot]
 
     def token(self, slot: int) -> int:
         return self.words[self._owners_at + slot * _OWNER_WORDS]
@@ -365,12 +371,9 @@ class SharedPage(LogState):
 
     def take_waiting(self, kind: int, mask: int) -> list[int]:
         """Slots that wait for this; they are no longer marked. The caller holds the write lock."""
-        words = self.words
-        found = []
-        for slot in range(words[OWNERS_HIGH]):
-            if words[self._owners_at + slot * _OWNER_WORDS + kind] & mask:
-                self.wait_no_more(slot, kind)
-                found.append(slot)
+        found = [slot for slot, waits in enumerate(self._of_each(kind)) if waits & mask]
+        for slot in found:
+            self.wait_no_more(slot, kind)
         return found
 
     def take_getters(self, mask: int, n: int) -> list[int]:
@@ -379,21 +382,19 @@ class SharedPage(LogState):
         look in vain. The caller holds the write lock.
         """
         words = self.words
-        high = words[OWNERS_HIGH]
-        first = words[NEXT_WOKEN] % high
+        waiting = [slot for slot, waits in enumerate(self._of_each(READY)) if waits & mask]
+        first = bisect_left(waiting, words[NEXT_WOKEN] % words[OWNERS_HIGH])
         found = []
         woken: dict[int, int] = {}
-        for slot in (*range(first, high), *range(first)):
-            at = self._owners_at + slot * _OWNER_WORDS
-            if words[at + READY] & mask:
-                gid = words[at + GROUP]
-                if gid:
-                    if woken.get(gid, 0) >= n:
-                        continue
-                    woken[gid] = woken.get(gid, 0) + 1
-                self.wait_no_more(slot, READY)
-                words[NEXT_WOKEN] = slot + 1
-                found.append(slot)
+        for slot in waiting[first:] + waiting[:first]:
+            gid = words[self._owners_at + slot * _OWNER_WORDS + GROUP]
+            if gid:
+                if woken.get(gid, 0) >= n:
+                    continue
+                woken[gid] = woken.get(gid, 0) + 1
+            self.wait_no_more(slot, READY)
+            words[NEXT_WOKEN] = slot + 1
+            found.append(slot)
         return found
 
     def pin(self, slot: int, segment: int | None) -> None:
@@ -409,7 +410,7 @@ class SharedPage(LogState):
         all segments when none does.
         """
         words = self.words
-        pins = [words[self._owners_at + slot * _OWNER_WORDS + PINNED] for slot, _ in self.owners()]
+        pins = self._of_each(PINNED)
         pin = words[REPLICA_PIN]
         if replica and pin and (words[LAST] - pin) * segment_bytes <= PIN_BYTES:
             pins.append(pin)

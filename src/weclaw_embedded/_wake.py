@@ -40,14 +40,21 @@ _LONG_S: Final = 3600.0
 
 
 class Waiter:
-    """One thread's or task's wait. `wake` may come from any thread, any number of times."""
+    """One thread's or task's wait. `wake` may come from any thread, any number of times.
 
-    __slots__ = ("_lock", "callback", "kind", "woken")
+    Most are made for nothing, as something is there at once: it costs little until it is added.
+    """
+
+    woken = False
+    callback: Callable[[], None] | None = None
 
     def __init__(self, kind: bytes, callback: Callable[[], None] | None = None) -> None:
         self.kind = kind
-        self.callback = callback
-        self.woken = False
+        if callback is not None:
+            self.callback = callback
+
+    def arm(self) -> None:
+        """Get ready to sleep; from now on it may be woken."""
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -95,6 +102,11 @@ class Waker:
                 self._open()
             if waiter.callback is not None and self._thread is None:
                 self._start()
+            self._add(waiter)
+
+    def _add(self, waiter: Waiter) -> None:
+        if waiter not in self._waiters:
+            waiter.arm()
             self._waiters.add(waiter)
 
     def discard(self, waiter: Waiter) -> None:
@@ -138,7 +150,7 @@ class Waker:
         while not self._closed:
             waiter = Waiter(_NO_BYTE)  # it only takes its turn to read
             with self._lock:
-                self._waiters.add(waiter)
+                self._add(waiter)
             self.wait(waiter, _LONG_S)
             self.discard(waiter)
 

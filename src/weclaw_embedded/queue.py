@@ -397,7 +397,7 @@ class Queue(Asking):
         visibility_s = self._visibility(visibility_timeout)
         until_s = deadline_of(block, timeout)
         may_sync = True
-        waiter: Waiter | None = None
+        waiter = None if until_s == 0.0 else new_waiter(READY)
         while True:
             try:
                 taken = engine.execute(
@@ -418,9 +418,8 @@ class Queue(Asking):
                 self._tell_dead(taken.dead)
             if waiter is not None:
                 self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
-                waiter = None
-            elif until_s is None or time.monotonic() < until_s:
-                waiter = new_waiter(READY)  # only now: most find something at once
+                in_time = until_s is None or time.monotonic() < until_s
+                waiter = new_waiter(READY) if in_time else None
             elif may_sync and engine.settle_promises():
                 may_sync = False
             else:
