@@ -132,14 +132,16 @@ class AsyncQueue:
         `Queue.put` for the arguments and what is raised.
         """
         queue = self._queue
-        messages = [queue._encode(body, id, key, priority, delay, eta, ttl, headers)]
-        if block is not True or timeout is not None:
-            return (await self._put(messages, block, timeout))[0]
-        # The same as `_put` and `Io.wait`, written out: the way of most puts.
+        message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
+        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         engine = queue._writable()
-        _putting.check_size(messages, engine.option("max_message_bytes"))
+        n_bytes = len(message[0])
+        limit = engine.option("max_message_bytes")
+        if n_bytes > limit:
+            _putting.check_size([message], limit)
         io = engine.io or io_of(engine)
-        call = PutCall(asyncio.get_running_loop(), queue, messages, None, queue.maxsize)
+        call = PutCall(asyncio.get_running_loop(), queue, [message], n_bytes, until_s, id is None)
+        # The same as `Io.wait`, written out: the way of most puts.
         io.submit(call)
         try:
             ids: list[str] = await call.future  # type: ignore[misc]  # it has a loop
@@ -177,18 +179,16 @@ class AsyncQueue:
             ]
 
         messages = encode() if len(many) < _MANY else await in_pool(encode)
-        return await self._put(messages, block, timeout)
-
-    async def _put(
-        self, messages: list[_delivery.Encoded], block: bool, timeout: float | None
-    ) -> list[str]:
-        queue = self._queue
-        engine = queue._engine
+        engine = queue._writable()
         _putting.check_size(messages, engine.option("max_message_bytes"))
-        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
-        if queue._store.readonly:
-            return await in_pool(queue._put, messages, block, timeout)
-        call = PutCall(asyncio.get_running_loop(), queue, messages, until_s, queue.maxsize)
+        call = PutCall(
+            asyncio.get_running_loop(),
+            queue,
+            messages,
+            sum(len(body) for body, _ in messages),
+            deadline_of(block, timeout),
+            all(terms.id is None for _, terms in messages),
+        )
         ids: list[str] = await io_of(engine).wait(call)
         return ids
 

@@ -4,10 +4,11 @@ Role: calls come in from any loop and thread, are run in turns (one write, one i
 a turn), synced together, and answered with one `call_soon_threadsafe` a loop and group. What
 finds nothing is parked and tried again when it may find something.
 
-Two threads take two roles in turn: one *serves* (takes what has come in and runs it), the other
-sleeps or *syncs*. Whoever has served what must be synced gives the serving to the other and syncs
-itself: so a sync holds up only those who wait for it, and no hand-over lies between a write and
-its sync. While one syncs the next group is written.
+Two threads, two roles: one *serves* (takes what has come in and runs it), the other sleeps.
+Whoever has served what must be synced *syncs* it himself: no hand-over lies between a write and its
+sync. Meanwhile he keeps the serving as long as all that comes in waits for the next sync anyway;
+else the other is woken and serves, so that a sync holds up only those who wait for it. Tasks that
+only put keep one thread busy, which is woken once a group.
 
 Invariants:
 
@@ -29,13 +30,16 @@ import logging
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from itertools import accumulate, groupby, islice
+from operator import attrgetter
+from typing import Any, Final, TypeVar, cast
 
 from . import _putting, _settling
-from ._delivery import Encoded, Lease, Taken
+from ._delivery import Lease, Taken
 from ._durability import poll_of
 from ._engine import DEATH_CHECK_S, Engine
 from ._io_calls import (
@@ -58,9 +62,6 @@ from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from .errors import ClosedError, DiskFullError, Full, LeaseLostError, StoreFailedError
 from .wal import COMMIT, TAIL
 
-if TYPE_CHECKING:
-    from .queue import Queue
-
 T = TypeVar("T")
 logger = logging.getLogger("weclaw_embedded")
 
@@ -70,6 +71,9 @@ MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
 _LOOK_FOR_ROOM_S: Final = 0.5  # room also comes of itself, when a message runs out
 _SMALL_POOL: Final = 8
+
+_bytes_of = attrgetter("n_bytes")
+_merging = attrgetter("merges")
 
 
 class Written(Awaitable[None]):
@@ -97,9 +101,10 @@ class Io:
         self._bell.acquire()
         self._asleep = False
         self._role = threading.Lock()
-        self._lock = threading.Lock()  # guards the next six
+        self._lock = threading.Lock()  # guards the next seven
         self._threads: list[threading.Thread] = []
         self._syncing = False
+        self._kept = False  # whoever syncs has the serving too: nobody needs it
         self._to_sync: list[Call] = []  # answered after the next sync
         self._to_retry: list[Call] = []  # tried again after it
         self._sync_until = 0
@@ -130,11 +135,13 @@ class Io:
             raise
 
     def submit(self, call: Call) -> None:
-        if not self._threads:
-            self._start()
         self._inbox.append(call)
         if self._asleep:
             self._ring()
+        elif self._kept and call.hurries:
+            self._relieve()
+        elif not self._threads:
+            self._start()
         if self._closed:
             self._fail_inbox()
 
@@ -173,9 +180,18 @@ class Io:
         self._ring()
 
     def _ring(self) -> None:
+        if self._kept:
+            self._relieve()
         self._asleep = False
         with contextlib.suppress(RuntimeError):  # it rings already
             self._bell.release()
+
+    def _relieve(self) -> None:
+        """Let the other thread serve while one syncs."""
+        with self._lock:
+            if self._kept:
+                self._kept = False
+                self._role.release()
 
     def _start(self) -> None:
         with self._lock:
@@ -192,20 +208,26 @@ class Io:
     # -- the two roles ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        serves = False
         try:
             while True:
-                with self._role:
-                    to_sync = self._serve()
-                if to_sync:
-                    self._sync()
-                elif self._closed:
+                if not serves:
+                    self._role.acquire()
+                serves = True
+                if not self._serve():
                     return
+                serves = False  # but for what `_kept` says
+                serves = self._sync()
         except BaseException as error:
             # Whoever waits must not wait for ever for a thread that is no more.
             logger.exception("an I/O thread of %s has ended", self._engine.path)
             self._closed = True
             self._fail_all(error)
+            self._relieve()
             raise
+        finally:
+            if serves:
+                self._role.release()
 
     def _serve(self) -> bool:
         """Run what comes in. True when the caller is to sync, False when it is all over."""
@@ -224,22 +246,36 @@ class Io:
                         self._fail(list(owner.calls if isinstance(owner, Takes) else owner), error)
                     self._fail_all(error)
             with self._lock:
-                if self._wants_sync() and not self._syncing:
-                    self._syncing = True
-                    return True
+                begins = self._wants_sync() and not self._syncing
+                if begins:
+                    self._syncing = self._kept = True
+            if begins:
+                if self._is_needed():
+                    self._relieve()
+                return True
             if closed:
                 return False
+
+    def _is_needed(self) -> bool:
+        """Whether there is something to serve that must not wait for a sync."""
+        return bool(
+            (self._takes or self._parked or self._look_ready or self._look_settled)
+            or self._closed
+            or self._engine.replicates
+            or (self._inbox and any(call.hurries for call in tuple(self._inbox)))
+        )
 
     def _wants_sync(self) -> bool:
         return bool(self._to_sync or self._to_retry)
 
-    def _sync(self) -> None:
-        """Sync for everybody who waits for it, if that is this thread's part."""
+    def _sync(self) -> bool:
+        """Sync for everybody who waits for it. True when this thread still has the serving."""
         while True:
             with self._lock:
                 if not self._wants_sync():
                     self._syncing = False
-                    return
+                    kept, self._kept = self._kept, False
+                    return kept
                 calls, self._to_sync = self._to_sync, []
                 again, self._to_retry = self._to_retry, []
                 until = self._sync_until
@@ -343,47 +379,37 @@ class Io:
     def _take_in(self, turn: Turn) -> None:
         """Make jobs of what has come in; neighbouring plain puts become one."""
         inbox = self._inbox
-        merged: list[Call] = []
-        messages: list[Encoded] = []
-        last: Queue | None = None  # whose puts are being made one
-        n_bytes = 0
-        for _ in range(min(len(inbox), MAX_CALLS)):
-            call = inbox.popleft()
-            if call.cancelled:
-                continue
-            if isinstance(call, PutCall):
-                n_bytes += call.n_bytes
-                if not call.alone:
-                    queue = call.queue
-                    if queue is last:
-                        merged.append(call)
-                        messages.extend(call.messages)
-                    else:
-                        last = queue
-                        merged = [call]
-                        messages = list(call.messages)
-                        put = Job(_putting.put, queue._address, messages, queue._policy, 0)
-                        turn.add(put, merged)
-                    if n_bytes > MAX_BYTES:
-                        return
-                    continue
-            last = None
-            if isinstance(call, Op):
-                self._attempt_later(turn, call)
-            elif isinstance(call, TakeCall):
-                key = (id(call.source), call.visibility_s)
-                takes = self._takes.get(key)
-                if takes is None:
-                    takes = self._takes[key] = Takes(call.source, call.visibility_s)
-                takes.calls.append(call)
-                if takes not in turn.takes:
-                    turn.takes.append(takes)
-            elif isinstance(call, SyncCall):
-                with self._lock:
-                    self._to_sync.append(call)
-                    self._sync_until = max(self._sync_until, call.until)
-            if n_bytes > MAX_BYTES:
-                return
+        calls = [inbox.popleft() for _ in range(min(len(inbox), MAX_CALLS))]
+        if sum(map(_bytes_of, calls)) > MAX_BYTES:
+            n = bisect_right(list(accumulate(map(_bytes_of, calls))), MAX_BYTES) + 1
+            inbox.extendleft(reversed(calls[n:]))
+            del calls[n:]
+        for queue, run in groupby(calls, _merging):
+            alive = [call for call in run if not call.cancelled]
+            if queue is None:
+                for call in alive:
+                    self._take_one_in(turn, call)
+            elif alive:
+                puts = cast("list[PutCall]", alive)
+                messages = [message for call in puts for message in call.messages]
+                put = Job(_putting.put, queue._address, messages, queue._policy, 0)
+                turn.add(put, alive)
+
+    def _take_one_in(self, turn: Turn, call: Call) -> None:
+        if isinstance(call, Op):
+            self._attempt_later(turn, call)
+        elif isinstance(call, TakeCall):
+            key = (id(call.source), call.visibility_s)
+            takes = self._takes.get(key)
+            if takes is None:
+                takes = self._takes[key] = Takes(call.source, call.visibility_s)
+            takes.calls.append(call)
+            if takes not in turn.takes:
+                turn.takes.append(takes)
+        elif isinstance(call, SyncCall):
+            with self._lock:
+                self._to_sync.append(call)
+                self._sync_until = max(self._sync_until, call.until)
 
     def _attempt_later(self, turn: Turn, call: Op) -> None:
         waits = call.until_s != 0.0
@@ -465,7 +491,7 @@ class Io:
         if error is not None and len(calls) > 1:
             # One of them may be the reason: each is told its own.
             for call in reversed(calls):
-                call.alone = True
+                call.merges = None
                 self._inbox.appendleft(call)
             return
         result = job.result
@@ -473,7 +499,7 @@ class Io:
             call = calls[0]
             assert isinstance(call, Op)
             if isinstance(error, NoRoom):
-                call.alone = True
+                call.merges = None
                 self._inbox.appendleft(call)
                 return
             if isinstance(result, Pending):
@@ -494,12 +520,9 @@ class Io:
             call.over = True
             self._if_cancelled(call)
         else:
-            at = 0
-            for call in calls:
-                assert isinstance(call, PutCall)
-                n = len(call.messages)
-                call.result = result[at : at + n]
-                at += n
+            ids = iter(result)
+            for call in cast("list[PutCall]", calls):
+                call.result = list(islice(ids, len(call.messages)))
                 call.over = True
                 if call.cancelled:
                     self._give_back(call)
@@ -715,13 +738,12 @@ def _set_results(calls: Sequence[Call]) -> None:
     """On the loop: answer the tasks. One that was cancelled meanwhile gives back what it got."""
     for call in calls:
         future = call.future
-        assert future is not None
-        if future.done():
+        if future is None or future.done():
             continue
-        if call.error is not None:
-            future.set_exception(call.error)
-        else:
+        if call.error is None:
             future.set_result(call.result)
+        else:
+            future.set_exception(call.error)
 
 
 def _undo(session: Session, waiter: Waiter | None, leases: list[Lease]) -> None:

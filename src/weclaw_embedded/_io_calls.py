@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from . import _putting
 from ._delivery import Encoded, Lease, Taken
 from ._engine import Engine
-from ._session import Job, Session
+from ._session import SYNC, Job, Session
 from ._wake import Waiter
 from .errors import ClosedError
 
@@ -75,7 +75,8 @@ class Call:
     unwanted: Callable[[Any], None] | None = None
     cancelled = False
     over = False  # answered, or given up in the I/O thread
-    alone = False  # not to be made one with its neighbours
+    merges: Queue | None = None  # one with neighbours that put into the same
+    n_bytes = 0  # to be written, about
     watched = False  # its end is noted
     # What a put has put, to be taken back if a replica does not confirm it in time.
     puts: list[int] | None = None
@@ -85,6 +86,11 @@ class Call:
         self.loop = loop
         self.future: asyncio.Future[Any] | None = None if loop is None else loop.create_future()
         self.until_s = until_s  # None: for ever; 0.0: no waiting
+
+    @property
+    def hurries(self) -> bool:
+        """Whether it is to be run while a sync is under way, not after it."""
+        return True
 
     def claim(self) -> bool:
         """True for the first who asks: he gives back what was leased."""
@@ -134,37 +140,40 @@ class Op(Call):
 
 
 class PutCall(Op):
-    """A put: several that have no condition of their own become one frame."""
+    """A put: several that have no condition of their own become one frame (`plain` says that no
+    message has an id).
+    """
 
     queue: Queue
-    n_bytes = 0
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         queue: Queue,
         messages: list[Encoded],
+        n_bytes: int,
         until_s: float | None,
-        maxsize: int,
+        plain: bool,
     ) -> None:
         self.loop = loop
         self.future = loop.create_future()
         self.until_s = until_s
         self.queue = self.room = queue
         self.messages = messages
-        self.maxsize = maxsize
-        if maxsize > 0:
-            self.alone = True
-        for body, terms in messages:
-            self.n_bytes += len(body)
-            if terms.id is not None:
-                self.alone = True
+        self.n_bytes = n_bytes
+        if plain and queue.maxsize <= 0:
+            self.merges = queue
+
+    @property
+    def hurries(self) -> bool:
+        """Not if it waits for the next sync anyway, which can't begin before this one has ended."""
+        return self.until_s is not None or self.queue._policy < SYNC
 
     def attempt(self, session: Session, waiter: Waiter | None) -> list[str]:
         """Put, or raise NoRoom with the waiter registered. Under the write lock."""
         queue = self.queue
         return _putting.put(
-            session, queue._address, self.messages, queue._policy, self.maxsize, waiter
+            session, queue._address, self.messages, queue._policy, queue.maxsize, waiter
         )
 
 
@@ -193,6 +202,11 @@ class SyncCall(Call):
     def __init__(self, loop: asyncio.AbstractEventLoop | None, until: int) -> None:
         super().__init__(loop, None)
         self.until = until
+
+    @property
+    def hurries(self) -> bool:
+        """It waits for the next sync, as such puts do."""
+        return False
 
 
 class Takes:
