@@ -18,7 +18,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weclaw_embedded import _codecs, _values
-from weclaw_embedded._codecs import check_codec, decode, encoder, pack_value, unpack_value
+from weclaw_embedded._codecs import (
+    check_codec,
+    decode,
+    encode_many,
+    encoder,
+    pack_value,
+    pack_values,
+    unpack_value,
+)
 from weclaw_embedded.errors import SerializationError
 
 UTC = timezone.utc
@@ -127,6 +135,13 @@ def test_json_gives_back_what_was_put_or_refuses_it(body: Any) -> None:
 @given(st.binary())
 def test_raw_bytes_come_back(body: bytes) -> None:
     assert there_and_back(body, "raw") == body
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "json", "raw", "pickle"])
+def test_many_are_encoded_as_each_of_them_is(codec: str) -> None:
+    to_bytes = encoder(codec)[2]
+    some = [b"x", b""] if codec == "raw" else [{"a": 1}, "x", {"b": [1, 2.5]}]
+    assert encode_many(to_bytes, some) == [to_bytes(body) for body in some]
 
 
 @given(st.binary(max_size=200))
@@ -265,6 +280,68 @@ def test_what_would_not_come_back_is_refused(what: str, codec: str) -> None:
         encode(codec, REFUSED[what])
     assert "nothing was written" in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def said_of(pack: Any, values: Any) -> Any:
+    """What packing gives, or what it says."""
+    try:
+        return pack(values)
+    except SerializationError as error:
+        return str(error)
+
+
+def one_by_one(values: list[Any]) -> list[bytes]:
+    return [pack_value(value) for value in values]
+
+
+@pytest.mark.parametrize("others", [[{"a": "b", "c": 1}], [{"a": [1]}, (2,)]])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_alone_is_refused_among_others(what: str, others: list[Any]) -> None:
+    for body in (REFUSED[what], {"a": REFUSED[what]}):
+        values = [*others, body, *others]
+        with pytest.raises(SerializationError) as refused:
+            pack_values(values)
+        assert str(refused.value) == said_of(pack_value, body)
+
+
+strange = st.sampled_from(
+    [
+        bytearray(b"x"),
+        memoryview(b"x"),
+        msgpack.ExtType(2, b""),
+        msgpack.Timestamp(1),
+        Text("a"),
+        Louder("a"),
+        Rude("a"),
+        Colour.RED,
+        Level.HIGH,
+        Point(1, 2),
+        collections.OrderedDict(a=1),
+        2**64,
+        object,
+    ]
+)
+# Many are equal, and not of the same type.
+near_keys = st.sampled_from(
+    ["a", "1", Text("a"), b"a", 1, 1.0, True, 0, 0.0, False, None, Level.HIGH, 3, (1,), Louder("a")]
+)
+near_bodies = st.dictionaries(near_keys, scalars | strange, max_size=3) | st.recursive(
+    scalars | strange,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(near_keys, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(st.just("a"), scalars) | near_bodies, max_size=6))
+@settings(max_examples=500, deadline=None)
+@example([{1: "a"}, {1.0: "a"}])
+@example([{True: "a"}, {1.0: "a"}])
+@example([{"a": 1}, {"a": bytearray(b"x")}])
+@example([{"a": 1}, msgpack.ExtType(2, b"")])
+@example([{"a": 1}, "a", 1, (1, 2)])
+@example([])
+def test_many_bodies_are_packed_or_refused_as_each_of_them_is(values: list[Any]) -> None:
+    assert said_of(pack_values, values) == said_of(one_by_one, values)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter
 from .errors import ClosedError, DeadLetterError, Empty
-from .queue import _NOT_MANY, Put, Queue, _not_many
+from .queue import _NOT_MANY, Queue, _not_many
 
 if TYPE_CHECKING:
     from ._message import Message
@@ -135,7 +135,7 @@ class AsyncQueue:
         message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
         until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         engine = queue._writable()
-        n_bytes = len(message[0])
+        n_bytes = len(message[0][0])
         limit = engine.option("max_message_bytes")
         if n_bytes > limit:
             _putting.check_size([message], limit)
@@ -166,29 +166,22 @@ class AsyncQueue:
             deadline_of(block, timeout)  # refuses what makes no sense
             queue._engine  # noqa: B018  a closed queue says so
             return []
-
-        def encode() -> list[_delivery.Encoded]:
-            return [
-                queue._encode(
-                    *(one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl),
-                    one.headers,
-                )
-                if isinstance(one, Put)
-                else queue._encode(one)
-                for one in many
-            ]
-
-        messages = encode() if len(many) < _MANY else await in_pool(encode)
+        messages = (
+            queue._encode_many(many)
+            if len(many) < _MANY
+            else await in_pool(queue._encode_many, many)
+        )
         engine = queue._writable()
-        _putting.check_size(messages, engine.option("max_message_bytes"))
+        n_bytes = _putting.check_size(messages, engine.option("max_message_bytes"))
         call = PutCall(
             asyncio.get_running_loop(),
             queue,
             messages,
-            sum(len(body) for body, _ in messages),
+            n_bytes,
             deadline_of(block, timeout),
             all(terms.id is None for _, terms in messages),
         )
+        call.n = sum(len(bodies) for bodies, _ in messages)
         ids: list[str] = await io_of(engine).wait(call)
         return ids
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from weclaw_embedded._values import (
     faults,
     int_fault,
     pack_value,
+    pack_values,
     refused_at,
     str_fault,
     type_name,
@@ -41,8 +42,10 @@ __all__ = [
     "check_codec",
     "codec_name",
     "decode",
+    "encode_many",
     "encoder",
     "pack_value",
+    "pack_values",
     "unpack_value",
 ]
 
@@ -67,6 +70,8 @@ class Codec(Protocol):
 
 # What `codec=` takes.
 AnyCodec = str | Codec
+# What makes bytes of a body.
+Encode = Callable[[Any], bytes]
 
 _BUILT_IN: Final = {
     "msgpack": CODEC_MSGPACK,
@@ -105,7 +110,7 @@ def codec_name(codec: Codec) -> str:
     return name
 
 
-def encoder(codec: AnyCodec) -> tuple[int, str | None, Callable[[Any], bytes]]:
+def encoder(codec: AnyCodec) -> tuple[int, str | None, Encode]:
     """How a handle encodes bodies: (number of the codec, its name if it is the user's own, what
     makes bytes of a body).
 
@@ -122,6 +127,11 @@ def encoder(codec: AnyCodec) -> tuple[int, str | None, Callable[[Any], bytes]]:
     if isinstance(codec, str):
         raise ValueError(f"codec={codec!r} is not known")
     return CODEC_OTHER, codec_name(codec), partial(_encode_other, codec)
+
+
+def encode_many(encode: Encode, bodies: Sequence[Any]) -> list[bytes]:
+    """What `encode`, from `encoder`, makes of each of several bodies."""
+    return pack_values(bodies) if encode is pack_value else [*map(encode, bodies)]
 
 
 def decode(number: int, name: str | None, data: bytes | memoryview, *, codec: AnyCodec) -> Any:

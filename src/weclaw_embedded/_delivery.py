@@ -10,6 +10,7 @@ after a restart is decided in these operations and written down.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
@@ -72,8 +73,9 @@ class Terms:
         self.headers: bytes | None = None
 
 
-# A message ready to be put: everything but what only the lock can tell (offset, time).
-Encoded: TypeAlias = tuple[bytes, Terms]
+# Messages ready to be put, of which the same is said: everything but what only the lock can tell
+# (offset, time). Of those that were given an id there is one.
+Encoded: TypeAlias = tuple[Sequence[bytes], Terms]
 
 
 class Lease:

@@ -169,7 +169,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         # Leases of this process: (gid, offset) -> the record that would hand it back.
         self.held: dict[tuple[int, int], Any] = {}
         self.suspects: dict[tuple[int, int], Any] = {}  # those of them that were in a crash
-        self.last_digest = (-1, "")  # of the salt of a segment, for the ids we make
+        self.last_ids = (-1, "")  # how the ids we make are written in a segment, the last one
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()
         self._lead_lock = threading.Lock()

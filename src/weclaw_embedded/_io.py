@@ -522,7 +522,7 @@ class Io:
         else:
             ids = iter(result)
             for call in cast("list[PutCall]", calls):
-                call.result = list(islice(ids, len(call.messages)))
+                call.result = list(islice(ids, call.n))
                 call.over = True
                 if call.cancelled:
                     self._give_back(call)

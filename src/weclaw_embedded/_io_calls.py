@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from . import _putting
@@ -145,12 +145,13 @@ class PutCall(Op):
     """
 
     queue: Queue
+    n = 1  # how many messages
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         queue: Queue,
-        messages: list[Encoded],
+        messages: Sequence[Encoded],
         n_bytes: int,
         until_s: float | None,
         plain: bool,

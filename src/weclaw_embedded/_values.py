@@ -19,8 +19,9 @@ of put_many.  This module knows nothing of messages, codecs, files or limits on 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from itertools import chain
 from typing import Any, Final
 
 import msgpack
@@ -32,6 +33,7 @@ __all__ = [
     "faults",
     "int_fault",
     "pack_value",
+    "pack_values",
     "refused_at",
     "str_fault",
     "type_name",
@@ -66,6 +68,10 @@ _NONE: Final = type(None)
 _SCALARS: Final = frozenset((str, int, float, bool, bytes, _NONE, datetime))
 _KEYS: Final = frozenset((str, bytes, int, bool, _NONE))
 _KEY_BASES: Final = (str, bytes, int)
+_DICTS: Final = frozenset((dict,))
+_STRS: Final = frozenset((str,))
+# What the packer raises for what it does not take.
+_NOT_PACKED: Final = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class _Refused(TypeError):
@@ -89,20 +95,31 @@ def pack_value(value: Any, what: str = "body") -> bytes:
         packer = _new_packer()
     try:
         data: bytes = packer.pack(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except _NOT_PACKED as error:
         raise _refusal(value, what, str(error)) from None
     # A packer keeps the memory of the largest value it has packed.
     if len(data) <= _KEPT_PACKER_BYTES:
         _packers.append(packer)
     if type(value) is dict:
         for key, child in value.items():
-            if type(key) not in _KEYS or type(child) not in _SCALARS:
+            if type(key) is not str or type(child) not in _SCALARS:
                 break
         else:
             return data  # the usual task: a dict of scalars
-    if not _is_sound(value):
+    if not _are_sound((value,)):
         raise _refusal(value, what, "it does not come back equal")
     return data
+
+
+def pack_values(values: Sequence[Any]) -> list[bytes]:
+    """Pack bodies, each as `pack_value` does, in steps over all of them."""
+    try:
+        packed = [*map(_new_packer().pack, values)]
+    except _NOT_PACKED:
+        packed = []
+    if len(packed) == len(values) and (_are_plain(values) or _are_sound(values)):
+        return packed
+    return [*map(pack_value, values)]  # which says what is wrong, and where
 
 
 def unpack_value(data: bytes | memoryview) -> Any:
@@ -129,12 +146,25 @@ def unpack_value(data: bytes | memoryview) -> Any:
         ) from error
 
 
-def _is_sound(value: Any) -> bool:
+def _are_plain(values: Sequence[Any]) -> bool:
+    """Whether all are dicts of scalars with keys of str, in four looks at all that is in them.
+
+    The union of the keys has one of each that are equal. No harm: of what the packer took, only
+    what is a str itself is equal to one.
+    """
+    return (
+        _DICTS.issuperset(map(type, values))
+        and _STRS.issuperset(map(type, set().union(*values)))
+        and _SCALARS.issuperset(map(type, chain.from_iterable(map(dict.values, values))))
+    )
+
+
+def _are_sound(values: Sequence[Any]) -> bool:
     """Whether all that the packer took is among the types that come back as they are.
 
-    The packer has been through the value already, so there are no cycles here.
+    The packer has been through the values already, so there are no cycles here.
     """
-    level = [value]
+    level = values
     for _ in range(MAX_NESTING):
         deeper: list[Any] = []
         for item in level:

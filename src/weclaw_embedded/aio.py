@@ -138,7 +138,7 @@ class Queue(_Generic[T]):
         message = core.encode(item)
         loop = asyncio.get_running_loop()
         if core.limit == 0 and core.order is None:
-            plain = PutCall(loop, core.queue, [message], len(message[0]), None, True)
+            plain = PutCall(loop, core.queue, [message], len(message[0][0]), None, True)
             plain.unwanted = self._take_back
             await io_of(core.engine).wait(plain)
             return

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -241,20 +241,37 @@ class Queue(Asking):
         """
         if isinstance(bodies, _NOT_MANY):
             raise _not_many(bodies)
-        encode, terms = self._encode_body, self._terms
-        messages = [
-            self._encode(
-                one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl, one.headers
-            )
-            if isinstance(one, Put)
-            else (encode(one), terms)
-            for one in bodies
-        ]
+        messages = self._encode_many(bodies)
         if not messages:
             deadline_of(block, timeout)  # refuses what makes no sense
             self._engine  # noqa: B018  a closed queue says so
             return []
         return self._put(messages, block, timeout)
+
+    def _encode_many(self, bodies: Iterable[Any]) -> Sequence[Encoded]:
+        """Bodies and `Put` objects, made ready to be put; nothing if there are none."""
+        encode, plain = self._encode_body, self._terms
+        if isinstance(bodies, (list, tuple)) and not any(
+            issubclass(kind, Put) for kind in {*map(type, bodies)}
+        ):
+            return [(_codecs.encode_many(encode, bodies), plain)] if bodies else []
+        # One after the other: whoever makes them may make each out of the one before.
+        messages: list[tuple[list[bytes], Terms]] = []
+        before: Terms | None = None
+        for one in bodies:
+            if isinstance(one, Put):
+                data, terms = self._encode(
+                    *(one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl),
+                    one.headers,
+                )
+            else:
+                data, terms = [encode(one)], plain
+            if terms is before:
+                messages[-1][0].extend(data)
+            else:
+                messages.append((data, terms))
+                before = terms
+        return messages
 
     def _encode(
         self,
@@ -266,8 +283,8 @@ class Queue(Asking):
         eta: datetime | None = None,
         ttl: float | None = None,
         headers: Mapping[str, Any] | None = None,
-    ) -> Encoded:
-        data = self._encode_body(body)
+    ) -> tuple[list[bytes], Terms]:
+        data = [self._encode_body(body)]
         plain = self._terms
         if (
             (id is None and key is None and eta is None and ttl is None and headers is None)
@@ -298,7 +315,7 @@ class Queue(Asking):
             _putting.check_headers(terms.headers, self._engine.option("max_message_bytes"))
         return data, terms
 
-    def _put(self, messages: list[Encoded], block: bool, timeout: float | None) -> list[str]:
+    def _put(self, messages: Sequence[Encoded], block: bool, timeout: float | None) -> list[str]:
         engine = self._writable()
         _putting.check_size(messages, engine.option("max_message_bytes"))
         until_s = deadline_of(block, timeout)

@@ -324,6 +324,41 @@ def test_put_many_keeps_order_and_takes_put_objects(q):
     assert q.put_many(str(n) for n in range(3))
 
 
+def test_put_many_takes_bodies_that_are_made_one_out_of_the_other(q):
+    """What an iterator yields is put as it was when it came, though it is changed for the next."""
+
+    def growing():
+        body = {"steps": []}
+        for n in range(4):
+            body["n"] = n
+            body["steps"].append(n)
+            yield body
+
+    q.put_many(growing())
+    assert [m.body for m in take(q)] == [{"steps": list(range(n + 1)), "n": n} for n in range(4)]
+
+
+def test_put_many_gives_ids_in_order_whatever_they_stand_for(q):
+    """Ids that were given, known already, and made stand where their messages stood."""
+    known = q.put("known", id="known")
+    first = q.put_many(
+        [
+            weclaw.Put("a"),
+            "b",
+            weclaw.Put("c", id="known"),
+            weclaw.Put("d", priority=3),
+            "e",
+            weclaw.Put("f", id="new"),
+            "g",
+            "h",
+            weclaw.Put("i", id="new"),
+        ]
+    )
+    assert [first[n] for n in (2, 5, 8)] == [known, "new", "new"]
+    bodies = {m.id: m.body for m in take(q)}
+    assert [bodies[id] for id in first] == ["a", "b", "known", "d", "e", "f", "g", "h", "f"]
+
+
 def test_put_many_is_all_or_nothing(open_queue):
     """One bad body among good ones: nothing is put."""
     q = open_queue(max_message_bytes=1000)
