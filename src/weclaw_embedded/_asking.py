@@ -16,7 +16,7 @@ from . import _delivery, _queries, _taking, _values
 from ._delivery import new_waiter
 from ._engine import Engine
 from ._handle import Handle, check_text, deadline_of, us_since
-from ._message import Message, clip
+from ._message import Message, Seen, clip
 from ._options import check_count, check_seconds
 from ._queries import Stats
 from ._records import key_hash
@@ -143,11 +143,11 @@ class Asking(Handle):
                 for offset in session.tx.peek(group, n, session.now_us)
             ]
 
-        found = []
+        found: list[Message] = []
         for offset, (location, salt), row in self._look(look):
             content = self._read(offset, location, salt)
             if content is not None:
-                found.append(Message(cast("Queue", self), content, None, row))
+                found.append(Seen(cast("Queue", self), content, row))
         return found
 
     def stats(self) -> Stats:

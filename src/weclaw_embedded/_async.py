@@ -94,10 +94,7 @@ class AsyncMessage(Message):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        renewing, self._renewing = self._renewing, None
-        if renewing is not None:
-            renewing.stop()
-        if self._held().over:
+        if self._stop_renewal().over:
             return
         if error is None:
             await self.ack()

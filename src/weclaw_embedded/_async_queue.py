@@ -261,13 +261,8 @@ class AsyncQueue:
 
     def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
         """For the I/O thread."""
-        queue = self._queue
-        messages: list[tuple[Lease, Any]] = []
-        for lease in leases:
-            content = queue._read(lease.offset, lease.location, lease.salt)
-            if content is not None:
-                messages.append((lease, AsyncMessage(queue, content, lease)))
-        return messages
+        messages = self._queue._messages_of(engine, leases, AsyncMessage)
+        return [(message._held(), message) for message in messages]
 
     def tell_dead(self, offsets: list[int]) -> None:
         """For the I/O thread."""

@@ -90,6 +90,7 @@ class Lease:
     deadline_ns = NEVER
     visibility_s: float | None = None
     holder: object = None
+    renewal: Any = None  # what extends it while a `with` lasts
 
     def __init__(self, engine: Engine, tid: int, gid: int, offset: int, priority: int) -> None:
         self.engine = engine

@@ -31,7 +31,7 @@ from typing import Any, Final
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Encoded, Lease, Taken
 from ._engine import Engine
-from ._message import Content, Message
+from ._message import Message
 from ._options import queue_options
 from ._order import Entry, Newest, Order
 from ._session import Session
@@ -170,20 +170,18 @@ class Core:
     def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
         """The items, with their leases. One that can't be decoded goes to the dead letters."""
         found: list[tuple[Lease, Any]] = []
-        for lease in leases:
-            content = self.queue._read(lease.offset, lease.location, lease.salt)
-            if content is None:
-                continue
+        for message in self.queue._messages_of(engine, leases, Message):
+            lease = message._held()
             try:
-                found.append((lease, (lease, content.body(self.queue._codec))))
+                found.append((lease, (lease, message.body)))
             except SerializationError as error:
-                self._bury(content, lease, error)
+                self._bury(message, error)
         return found
 
-    def _bury(self, content: Content, lease: Lease, error: SerializationError) -> None:
-        logger.warning("%s: message %s: %s", self.store.path, content.id, error)
+    def _bury(self, message: Message, error: SerializationError) -> None:
+        logger.warning("%s: message %s: %s", self.store.path, message.id, error)
         try:
-            Message(self.queue, content, lease).fail(f"SerializationError: {error}")
+            message.fail(f"SerializationError: {error}")
         except LeaseLostError:
             pass
 

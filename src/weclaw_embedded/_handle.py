@@ -13,12 +13,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from . import _delivery, _queries
-from ._delivery import Address
+from ._delivery import Address, Lease
 from ._engine import Engine
-from ._message import Content
+from ._message import Content, Message
 from ._options import QueueOptions, check_timeout
 from ._session import BATCH, Session
 from ._wake import Waiter
@@ -27,8 +27,10 @@ from .errors import ClosedError, CorruptError, DiskFullError
 
 if TYPE_CHECKING:
     from ._store import Store
+    from .queue import Queue
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 logger = logging.getLogger("weclaw_embedded")
 
 # A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
@@ -118,7 +120,7 @@ class Handle:
         while True:
             try:
                 record, time_us = engine.put_and_time(location)
-                return Content(record, offset, salt, time_us)
+                return Content(record, time_us, offset, salt)
             except LookupError as error:
                 # Carried up and its segment freed since we were told the place.
                 before = location
@@ -135,6 +137,22 @@ class Handle:
                     continue
                 self._run(_delivery.set_aside, offset, str(error))
                 return None
+
+    def _messages_of(self, engine: Engine, leases: list[Lease], kind: type[M]) -> list[M]:
+        """What was taken, as messages of this kind; without what is gone or damaged."""
+        queue = cast("Queue", self)
+        read = engine.log.read_with_time
+        messages = []
+        for lease in leases:
+            try:
+                record, time_us = read(lease.location)
+                messages.append(kind(queue, lease, record, time_us))
+            except (LookupError, CorruptError, ValueError):
+                # Carried up, now or before; or damaged.
+                content = self._read(lease.offset, lease.location, lease.salt)
+                if content is not None:
+                    messages.append(kind(queue, lease, content._record, content._time_us))
+        return messages
 
     def _tell_dead(self, offsets: Iterable[int]) -> None:
         on_dead = self._options.on_dead

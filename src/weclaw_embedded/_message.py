@@ -15,7 +15,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _clock, _codecs, _delivery, _records, _settling, _values
-from ._records import META_CODEC, META_HEADERS, META_ID, META_KEY, META_SKEW_US, NEVER
+from ._records import (
+    META_CODEC,
+    META_HEADERS,
+    META_ID,
+    META_KEY,
+    META_SKEW_US,
+    NEVER,
+)
 from ._session import BATCH
 from .errors import ClosedError, DiskFullError, LeaseLostError
 
@@ -54,79 +61,74 @@ def clip(reason: str | None, default: str) -> str:
     return raw[: _delivery.MAX_REASON_BYTES].decode("utf-8", "ignore")
 
 
-class Content:
-    """What a Put record says, read once: the parts of a message that never change."""
+class Told:
+    """What a message and a dead letter both tell: what was put, which never changes.
 
-    __slots__ = ("_body", "_salt", "_time_us", "codec", "data", "meta", "offset", "priority")
+    It is made of the bytes of a Put, which are checked at once and taken apart when something is
+    asked. Raises ValueError when they are none.
+    """
 
-    def __init__(self, record: bytes | memoryview, offset: int, salt: int, time_us: int) -> None:
-        self.priority, self.codec, _, self.meta, self.data = _records.unpack_put(record)
-        self.offset = offset
-        self._salt = salt
+    __slots__ = ("_body", "_meta", "_offset", "_record", "_salt", "_time_us")
+
+    def __init__(self, record: bytes | memoryview, time_us: int, offset: int, salt: int) -> None:
+        self._meta = _records.meta_of_put(record)
+        self._record = record
         self._time_us = time_us
+        self._offset = offset
+        self._salt = salt
 
     @property
     def id(self) -> str:
-        given: str | None = self.meta.get(META_ID)
-        return _delivery.own_id(self.offset, self._salt) if given is None else given
+        given: str | None = self._meta.get(META_ID)
+        return _delivery.own_id(self._offset, self._salt) if given is None else given
 
     @property
-    def enqueued_us(self) -> int:
-        return int(self._time_us + self.meta.get(META_SKEW_US, 0))
+    def key(self) -> str | None:
+        return self._meta.get(META_KEY)
 
-    def body(self, codec: _codecs.AnyCodec) -> Any:
-        """The decoded body, decoded once. Raises SerializationError."""
+    @property
+    def headers(self) -> dict[str, Any]:
+        """What was given at put; `{}` when nothing was."""
+        packed = self._meta.get(META_HEADERS)
+        return _values.unpack_value(packed) if packed else {}
+
+    @property
+    def priority(self) -> int:
+        return _records.kind_of_put(self._record)[0]
+
+    @property
+    def offset(self) -> int:
+        """The message's place in the log, for ever; grows with every put to the file."""
+        return self._offset
+
+    @property
+    def enqueued_at(self) -> datetime:
+        """When it was put, in UTC."""
+        return to_datetime(self._time_us + self._meta.get(META_SKEW_US, 0))
+
+    def _decoded(self, codec: _codecs.AnyCodec) -> Any:
+        """The body, decoded once. Raises SerializationError."""
         try:
             return self._body
         except AttributeError:
             pass
         self._body: Any = _codecs.decode(
-            self.codec, self.meta.get(META_CODEC), self.data, codec=codec
+            _records.kind_of_put(self._record)[1],
+            self._meta.get(META_CODEC),
+            _records.split_put(self._record)[1],
+            codec=codec,
         )
         return self._body
 
-    @property
-    def key(self) -> str | None:
-        return self.meta.get(META_KEY)
 
-    @property
-    def headers(self) -> dict[str, Any]:
-        packed = self.meta.get(META_HEADERS)
-        return _values.unpack_value(packed) if packed else {}
+class Content(Told):
+    """What a Put says, in nobody's hands."""
 
+    __slots__ = ()
 
-class Told:
-    """What a message and a dead letter both tell: what was put, which never changes."""
-
-    __slots__ = ("_content",)
-    _content: Content
-
-    @property
-    def id(self) -> str:
-        return self._content.id
-
-    @property
-    def key(self) -> str | None:
-        return self._content.key
-
-    @property
-    def headers(self) -> dict[str, Any]:
-        """What was given at put; `{}` when nothing was."""
-        return self._content.headers
-
-    @property
-    def priority(self) -> int:
-        return self._content.priority
-
-    @property
-    def offset(self) -> int:
-        """The message's place in the log, for ever; grows with every put to the file."""
-        return self._content.offset
-
-    @property
-    def enqueued_at(self) -> datetime:
-        """When it was put, in UTC."""
-        return to_datetime(self._content.enqueued_us)
+    def body(self, codec: _codecs.AnyCodec) -> Any:
+        """The decoded body, decoded once. Raises SerializationError."""
+        return self._decoded(codec)
 
 
 class Message(Told):
@@ -138,17 +140,14 @@ class Message(Told):
     `StoreFailedError` leaves a settling in doubt.
     """
 
-    __slots__ = ("__weakref__", "_counts", "_lease", "_queue", "_renewing")
+    __slots__ = ("__weakref__", "_lease", "_queue")
 
     def __init__(
-        self, queue: Queue, content: Content, lease: Lease | None, row: Row | None = None
+        self, queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
     ) -> None:
+        Told.__init__(self, record, time_us, lease.offset, lease.salt)
         self._queue = queue
-        self._content = content
-        self._lease = lease
-        # What tells how often it was tried: the lease, or what a look found.
-        self._counts: Lease | Row | None = lease if lease is not None else row
-        self._renewing: _Renewal | None = None
+        self._lease: Lease | None = lease
 
     def __repr__(self) -> str:
         return f"<Message {self.id} of {self.topic!r}, delivery {self.delivery_count}>"
@@ -160,7 +159,7 @@ class Message(Told):
         """The body, equal to what was put. Raises `SerializationError` if it can't be decoded; the
         message can be settled all the same.
         """
-        return self._content.body(self._queue._codec)
+        return self._decoded(self._queue._codec)
 
     def __getitem__(self, key: Any) -> Any:
         """`msg["prompt"]` is `msg.body["prompt"]`."""
@@ -173,17 +172,25 @@ class Message(Told):
     @property
     def retry_count(self) -> int:
         """Failed deliveries before this one."""
-        return 0 if self._counts is None else self._counts.retry
+        counts = self._counts
+        return 0 if counts is None else counts.retry
 
     @property
     def delivery_count(self) -> int:
         """Times it was handed over, this one included."""
-        return 0 if self._counts is None else self._counts.delivery
+        counts = self._counts
+        return 0 if counts is None else counts.delivery
 
     @property
     def crash_count(self) -> int:
         """Deliveries that ended with the death of their process."""
-        return 0 if self._counts is None else self._counts.crash
+        counts = self._counts
+        return 0 if counts is None else counts.crash
+
+    @property
+    def _counts(self) -> Lease | Row | None:
+        """What tells how often it was tried."""
+        return self._lease
 
     @property
     def lease_expires_at(self) -> datetime | None:
@@ -288,9 +295,16 @@ class Message(Told):
 
     def __enter__(self) -> Message:
         lease = self._held()
-        if lease.visibility_s is not None and self._renewing is None:
-            self._renewing = _Renewal(self, lease)
+        if lease.visibility_s is not None and lease.renewal is None:
+            lease.renewal = Renewal(self, lease)
         return self
+
+    def _stop_renewal(self) -> Lease:
+        lease = self._held()
+        renewal, lease.renewal = lease.renewal, None
+        if renewal is not None:
+            renewal.stop()
+        return lease
 
     def __exit__(
         self,
@@ -298,10 +312,7 @@ class Message(Told):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        renewing, self._renewing = self._renewing, None
-        if renewing is not None:
-            renewing.stop()
-        if self._held().over:
+        if self._stop_renewal().over:
             return
         if error is None:
             self.ack()
@@ -316,7 +327,23 @@ class Message(Told):
             return
 
 
-class _Renewal:
+class Seen(Message):
+    """A message that was only looked at: it is nobody's here, and can't be settled."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, queue: Queue, content: Content, row: Row | None) -> None:
+        Told.__init__(self, content._record, content._time_us, content.offset, content._salt)
+        self._queue = queue
+        self._lease = None
+        self._row = row
+
+    @property
+    def _counts(self) -> Lease | Row | None:
+        return self._row
+
+
+class Renewal:
     """Extends a lease at each third of its length until stopped, on the engine's timer."""
 
     def __init__(self, message: Message, lease: Lease) -> None:

@@ -32,7 +32,15 @@ from ._record_types import *  # noqa: F403  one vocabulary, in two rooms
 # ruff: noqa: F405  the names of that star
 
 _LONG_META: Final = 0xFFFF
+_PLAIN_BYTES: Final = 4  # of a PUT without meta, up to its topic
 _U32: Final = struct.Struct("<I")
+# How those begin, all that there are: most PUTs are known by that, without taking them apart.
+_PLAIN_PUTS: Final = frozenset(
+    PUT_HEAD.pack(PUT, priority << 4 | codec, 0, 0)[:_PLAIN_BYTES]
+    for priority in range(PRIORITIES)
+    for codec in range(CODEC_OTHER + 1)
+)
+_NO_META: Final[dict[int, Any]] = {}
 
 _META_TYPES: Final[dict[int, type]] = {
     META_KEY: str,
@@ -309,6 +317,20 @@ def unpack_put(record: Readable) -> Put:
     if priority >= PRIORITIES or codec > CODEC_OTHER:
         raise ValueError(f"a PUT with priority {priority} and codec {codec}")
     return Put(priority, codec, tid, unpack_meta(meta) if meta else {}, body)
+
+
+def meta_of_put(record: Readable) -> dict[int, Any]:
+    """Return the meta of a PUT, not to be changed. Raises ValueError as `unpack_put` does: what
+    this takes can be given to `split_put` and `kind_of_put`.
+    """
+    if record[:_PLAIN_BYTES] in _PLAIN_PUTS and len(record) >= PUT_HEAD.size:
+        return _NO_META
+    return unpack_put(record).meta
+
+
+def kind_of_put(record: Readable) -> tuple[int, int]:
+    """Return the priority and the codec of a PUT."""
+    return record[1] >> 4, record[1] & 15
 
 
 def split_put(record: Readable) -> tuple[Readable, Readable]:

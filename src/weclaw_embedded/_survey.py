@@ -186,7 +186,7 @@ def arrived(store: Store, start: int, until: int) -> Iterator[tuple[str, Content
                     if offset >= at and record[0] == _records.PUT:
                         with contextlib.suppress(ValueError):
                             tid = _records.unpack_put(record).tid
-                            content = Content(record, offset, log.salt(offset), frame[2])
+                            content = Content(record, frame[2], offset, log.salt(offset))
                             yield names.get(tid, f"#{tid}"), content
                 at = max(at, frame[1])
             return

@@ -66,7 +66,7 @@ class DeadLetter(Told):
 
     def __init__(self, queue: Queue, content: Content, row: Row, reason: str, died_us: int) -> None:
         self._codec = queue._codec
-        self._content = content
+        super().__init__(content._record, content._time_us, content.offset, content._salt)
         self._row = row
         self._failures = tuple(Failure(to_datetime(t), why, who) for t, why, who in row.failures)
         self._died_us = died_us
@@ -80,7 +80,7 @@ class DeadLetter(Told):
     @property
     def body(self) -> Any:
         """The whole body. Raises `SerializationError` if it can't be decoded."""
-        return self._content.body(self._codec)
+        return self._decoded(self._codec)
 
     @property
     def retry_count(self) -> int:
@@ -237,7 +237,7 @@ class DeadLetterQueue:
 
     def _ttl_us(self, offset: int) -> int:
         try:
-            return int(self._at(offset)._content.meta.get(META_TTL_US, 0))
+            return int(self._at(offset)._meta.get(META_TTL_US, 0))
         except KeyError:
             return 0
 

@@ -450,20 +450,14 @@ class Queue(Asking):
         return check_seconds("visibility_timeout", given, positive=True)
 
     def _messages(self, engine: Engine, leases: list[Lease]) -> list[Message]:
-        messages = []
-        read = self._read
         try:
-            for lease in leases:
-                content = read(lease.offset, lease.location, lease.salt)
-                if content is not None:
-                    messages.append(Message(self, content, lease))
+            return self._messages_of(engine, leases, Message)
         except BaseException:
             # Interrupted before anybody saw them: no delivery.
             for lease in leases:
                 with contextlib.suppress(Exception):
                     engine.execute(_settling.release, lease, True)
             raise
-        return messages
 
     def __iter__(self) -> Iterator[Message]:
         """The next message, and the next, waiting for each, until the queue is closed."""

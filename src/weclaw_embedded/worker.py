@@ -373,7 +373,8 @@ class _Run:
         if worker._awaits:
             working: asyncio.Future[Any] = asyncio.ensure_future(worker._handler(self._msg))
         else:
-            plain = Message(self._msg._queue, self._msg._content, self._msg._lease)
+            msg = self._msg
+            plain = Message(msg._queue, msg._held(), msg._record, msg._time_us)
             working = worker._threads.start(worker._handler, plain)
         result = await self._in_time(working)
         if inspect.isawaitable(result):

@@ -19,7 +19,7 @@ from rich.text import Text
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _survey
-from weclaw_embedded._message import Content, to_datetime
+from weclaw_embedded._message import Content
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -273,7 +273,7 @@ def tail(
 
 
 def _show(topic: str, content: Content, width: int, *, as_json: bool, several: bool) -> None:
-    put_at = to_datetime(content.enqueued_us)
+    put_at = content.enqueued_at
     found = {
         "id": content.id,
         "topic": topic,

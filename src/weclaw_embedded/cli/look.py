@@ -11,7 +11,6 @@ import click
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _survey, replica
-from weclaw_embedded._message import to_datetime
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -319,7 +318,7 @@ def _in_hand(one: _survey.Held, topic: str) -> dict[str, Any]:
         "priority": content.priority,
         "topic": topic,
         "offset": content.offset,
-        "enqueued_at": to_datetime(content.enqueued_us),
+        "enqueued_at": content.enqueued_at,
         "consumer": one.consumer,
         "delivery_count": one.delivery_count,
         "lease_left_s": None if one.left_s is None else round(one.left_s, 3),
