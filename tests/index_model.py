@@ -23,6 +23,11 @@ def joined(record: rec.Record) -> bytes:
     return b"".join(record)
 
 
+def tell(tx: Tx, offset: int, time_us: int, record: bytes) -> None:
+    """Fold one record."""
+    tx.apply([(offset, time_us, (record,))])
+
+
 @dataclass
 class Standing:
     """One message in one group."""
@@ -542,8 +547,7 @@ class Driver:
         """Return a transaction with everything applied."""
         if self.tx is None:
             self.tx = self.index.write()
-        for offset, time_us, data in self.model.log[self.told :]:
-            self.tx.apply(offset, time_us, data)
+        self.tx.apply((at, time_us, (data,)) for at, time_us, data in self.model.log[self.told :])
         self.told = len(self.model.log)
         return self.tx
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_model import ALL, Driver, check, found, joined, rebuild
+from index_model import ALL, Driver, check, found, joined, rebuild, tell
 
 from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
@@ -95,7 +95,7 @@ def test_many_at_once_leave_the_rows_that_one_by_one_do(seed: int, tmp_path: Pat
     one, many = Index.open(tmp_path / "a", create=True), Index.open(tmp_path / "b", create=True)
     tx = one.write()
     for offset, time_us, record in log:
-        tx.apply(offset, time_us, record)
+        tell(tx, offset, time_us, record)
     tx.commit(end, 1)
     tx = many.write()
     half = numbers.randrange(len(log))
@@ -121,7 +121,7 @@ def test_what_stays_in_memory_leaves_the_rows_that_commits_do(seed: int, tmp_pat
     plain, kept = Index.open(tmp_path / "a", create=True), Index.open(tmp_path / "b", create=True)
     tx = plain.write()
     for offset, time_us, record in log:
-        tx.apply(offset, time_us, record)
+        tell(tx, offset, time_us, record)
     tx.commit(ends[-1], 1)
     commits = memoryview(bytearray(8)).cast("Q")
     kept.share(commits)
@@ -135,7 +135,7 @@ def test_what_stays_in_memory_leaves_the_rows_that_commits_do(seed: int, tmp_pat
             tx.apply_many(found(part, numbers))
         else:
             for offset, time_us, record in part:
-                tx.apply(offset, time_us, record)
+                tell(tx, offset, time_us, record)
         what = numbers.randrange(100)
         if what == 0:
             tx.abort()
@@ -159,11 +159,11 @@ def test_an_index_in_memory_is_dropped_when_another_process_commits(tmp_path: Pa
     index.share(commits)
     gid = rec.group_id("default", "g")
     tx = index.write()
-    tx.apply(100, 1, joined(rec.pack_group(0, gid, "g")))
+    tell(tx, 100, 1, joined(rec.pack_group(0, gid, "g")))
     tx.commit(200, 1)
     assert commits[0] == 1
     tx = index.write()
-    tx.apply(200, 1, joined(rec.pack_put(0, 0, 0, b"", b"x")))
+    tell(tx, 200, 1, joined(rec.pack_put(0, 0, 0, b"", b"x")))
     assert tx.keep(300)
     assert (index.write().applied, tx.stored, tx.ready_count(tx.group(gid))) == (300, 200, 1)
     assert not tx.open
@@ -189,7 +189,7 @@ class Kept:
         offset, data = self.end, joined(record)
         self.end += 32 + len(data)
         tx = self.index.write()
-        tx.apply(offset, 1, data)
+        tell(tx, offset, 1, data)
         if commit or not tx.keep(self.end):
             tx.commit(self.end, 1)
         return offset
@@ -369,7 +369,7 @@ def begun(path: Path) -> Index:
     """Return an index with one group and nothing in it."""
     index = Index.open(path, create=True)
     tx = index.write()
-    tx.apply(50, 1, joined(rec.pack_group(0, GID, "default")))
+    tell(tx, 50, 1, joined(rec.pack_group(0, GID, "default")))
     tx.commit(100, 1)
     return index
 
@@ -380,7 +380,7 @@ def test_an_aborted_transaction_leaves_no_trace(tmp_path: Path) -> None:
     for number in range(3):
         tx = index.write()
         for place in range(2000):
-            tx.apply(1000 * number + 200 + 3 * place, 1, PUT)
+            tell(tx, 1000 * number + 200 + 3 * place, 1, PUT)
         group = tx.group(GID)
         assert group is not None
         assert tx.ready_count(group) == 2000
@@ -423,7 +423,7 @@ def test_a_long_queue_is_found_again_chunk_by_chunk(tmp_path: Path) -> None:
     offsets += [2**40 + 2**33 * n for n in range(1500)]
     tx = index.write()
     for place, offset in enumerate(offsets):
-        tx.apply(offset, 1, PUT)
+        tell(tx, offset, 1, PUT)
         if place % 700 == 0:
             tx.commit(offset + 1, 1)
             tx = index.write()
@@ -451,10 +451,10 @@ def test_records_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     bad += [joined(rec.pack_deliver(0, 0, 1, 1, [(100, 0, True)]))]  # a template is no reader
     bad += [joined(rec.pack_deliver(0, GID, 1, 1, [(100, 0, True)])) + b"x"]
     for place, record in enumerate(bad):
-        tx.apply(200 + place, 1, record)
+        tell(tx, 200 + place, 1, record)
     assert [offset for offset, _ in tx.damage()] == list(range(200, 200 + len(bad)))
-    tx.apply(300, 1, b"\x40later")
-    tx.apply(301, 1, PUT)
+    tell(tx, 300, 1, b"\x40later")
+    tell(tx, 301, 1, PUT)
     group = tx.group(GID)
     assert group is not None
     assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [301]
@@ -479,13 +479,13 @@ def test_the_map_grows_and_other_openers_follow(
         tx = index.write()
         with pytest.raises(IndexFullError):
             for place in range(100_000):
-                tx.apply(start + place, 1, record)
+                tell(tx, start + place, 1, record)
         assert not tx.open
     for batch in range(100):
         tx = index.write()
         for place in range(200):
-            tx.apply(10_000_000 + 1000 * batch + place, 1, PUT)
-            tx.apply(10_000_000 + 1000 * batch + 500 + place, 1, record)
+            tell(tx, 10_000_000 + 1000 * batch + place, 1, PUT)
+            tell(tx, 10_000_000 + 1000 * batch + 500 + place, 1, record)
         tx.commit(20_000_000 + batch, 1)
     go.put(1)
     assert said.get(timeout=30) == 20_001  # of one key one is ready
@@ -515,13 +515,13 @@ def _work(path: Path, lock_path: Path, rounds: int) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             tx = index.write()
             end = tx.applied
-            tx.apply(end, 1, PUT)
+            tell(tx, end, 1, PUT)
             if held:
-                tx.apply(end + 50, 1, joined(rec.pack_ack(0, GID, held.pop())))
+                tell(tx, end + 50, 1, joined(rec.pack_ack(0, GID, held.pop())))
             group = tx.group(GID)
             assert group is not None
             picks = tx.pick(group, 1 + number % 2, visible=ALL)
-            tx.apply(end + 100, 1, joined(rec.pack_deliver(0, GID, os.getpid(), 2**60, picks)))
+            tell(tx, end + 100, 1, joined(rec.pack_deliver(0, GID, os.getpid(), 2**60, picks)))
             held += [pick.offset for pick in picks]
             tx.commit(end + 200, 1)
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -562,7 +562,7 @@ def _fill(path: Path, said: Any) -> None:
     index = Index.open(path, create=False)
     tx = index.write()
     for place in range(2000):
-        tx.apply(1000 + 3 * place, 1, PUT)
+        tell(tx, 1000 + 3 * place, 1, PUT)
     tx.commit(10_000, 1)
     size = (path / FILE_NAME).stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -571,7 +571,7 @@ def _fill(path: Path, said: Any) -> None:
         while True:
             tx = index.write()
             for _ in range(300):
-                tx.apply(end, 1, joined(rec.pack_put(0, 0, 0, rec.pack_meta(key=str(end)), b"")))
+                tell(tx, end, 1, joined(rec.pack_put(0, 0, 0, rec.pack_meta(key=str(end)), b"")))
                 end += 3
             tx.commit(end, 1)
     assert not tx.open
@@ -580,8 +580,8 @@ def _fill(path: Path, said: Any) -> None:
         group = tx.group(GID)
         assert group is not None
         pick = tx.pick(group, 1, visible=ALL)[0]
-        tx.apply(end, 1, joined(rec.pack_deliver(0, GID, 7, 2**60, [pick])))
-        tx.apply(end + 50, 1, joined(rec.pack_ack(0, GID, pick.offset)))
+        tell(tx, end, 1, joined(rec.pack_deliver(0, GID, 7, 2**60, [pick])))
+        tell(tx, end + 50, 1, joined(rec.pack_ack(0, GID, pick.offset)))
         end += 100
         tx.commit(end, 1)
     index.close()
@@ -628,7 +628,7 @@ def test_a_forked_child_that_closes_harms_nobody(tmp_path: Path) -> None:
     """The parent's open transaction and its next ones are as if there had been no fork."""
     index = begun(tmp_path / "a")
     tx = index.write()
-    tx.apply(200, 1, PUT)
+    tell(tx, 200, 1, PUT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking with the alarm's thread
         child = os.fork()
@@ -642,7 +642,7 @@ def test_a_forked_child_that_closes_harms_nobody(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     tx.commit(300, 1)
     tx = index.write()
-    tx.apply(300, 1, PUT)
+    tell(tx, 300, 1, PUT)
     group = tx.group(GID)
     assert group is not None
     assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [200, 300]
@@ -667,7 +667,7 @@ def test_a_delivery_of_what_was_cancelled_says_nothing(tmp_path: Path) -> None:
             tx.apply_many([(0, 700, 1, 0, 0, said)])
         else:
             for offset, record in said:
-                tx.apply(offset, 1, record)
+                tell(tx, offset, 1, record)
         group = tx.group(GID)
         assert group is not None
         assert (tx.ready_count(group), group.n_leased, group.settled) == (1, 0, 0)

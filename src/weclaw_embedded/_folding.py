@@ -61,9 +61,7 @@ class Folding:
             self.fold_all(tx)
         elif applied == self._written_from and tail == self._written_to:
             # All that is new is our own: no need to read it back.
-            apply = tx.apply
-            for offset, time_us, record in self._written:
-                apply(offset, time_us, record[0] if len(record) == 1 else b"".join(record))
+            tx.apply(self._written)
         elif applied == tail:
             if tx.stored == tail:
                 # Others may have applied it all, and this process never seen the last frame.
@@ -114,9 +112,7 @@ class Folding:
         tx.abort()
         session.tx  # noqa: B018  the little that is left, or all of it anew
 
-    def remember_written(
-        self, start: int, time_us: int, appended: Sequence[tuple[int, Record]]
-    ) -> None:
+    def remember_written(self, start: int, appended: Sequence[tuple[int, int, Record]]) -> None:
         """Keep a little of what this process wrote and the index does not have yet."""
         tail = self.page.words[TAIL]
         if len(appended) > _MOST_REMEMBERED or tail - start > _LARGEST_REMEMBERED:
@@ -126,8 +122,7 @@ class Folding:
             self._written = []
             self._written_from = start
         self._written_to = tail
-        for offset, record in appended:
-            self._written.append((offset, time_us, record))
+        self._written += appended
 
     def fold_all(self, tx: Tx) -> None:
         """Apply the whole log, or what is left of it, beginning with what a checkpoint knows of the

@@ -10,8 +10,11 @@ Nothing here reads the clock or the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from struct import Struct
+from typing import Any, Final, TypeAlias
 
 import lmdb
 
@@ -34,7 +37,6 @@ from ._index_rows import (
     TopicState,
     key_u64_u64,
 )
-from ._index_state import Fresh
 from ._records import (
     ACK,
     ACK_HEAD,
@@ -63,27 +65,52 @@ from ._records import (
     unpack_meta,
 )
 
+# Offset, time of the frame, parts of the record.
+Told: TypeAlias = tuple[int, int, Sequence[Readable]]
+
+# The records that are most of a log, without what their heads say to nobody here: a DELIVER, with
+# its first item too, and an ACK.
+_unpack_deliver: Final = Struct("<2xHIQQQ").unpack_from
+_unpack_deliver_one: Final = Struct("<2xHIQQQQB").unpack
+_unpack_ack: Final = Struct("<8xQQ").unpack_from
 _ACK_SIZE: Final = ACK_HEAD.size
 _DELIVER_SIZE: Final = DELIVER_HEAD.size
+_ONE_SIZE: Final = _DELIVER_SIZE + DELIVER_ITEM.size
+_FLAGS: Final = itemgetter(1)  # of an item of a DELIVER
 
 
 class Fold(Keep):
     """Applies records; what it cannot read is noted as damage and passed over."""
 
-    def apply(self, offset: int, time_us: int, record: Readable) -> None:
-        """Fold one record that stands at an offset of the log.
+    def apply(self, told: Iterable[Told]) -> None:
+        """Fold records.
 
         Raises:
             IndexFullError: the transaction is over, nothing of it is in the index.
         """
         try:
-            self._fold_one(offset, time_us, record, self._fresh)
+            self._fold(told)
             if self._in_use:
-                self._write_leases(self._fresh)
+                self._write_leases()
         except lmdb.Error as error:
             raise self._failed(error) from error
 
-    def _apply(self, offset: int, time_us: int, record: Readable) -> None:
+    def _fold(self, told: Iterable[Told]) -> None:
+        """Fold records; leases of plain messages stay in memory, and are written later."""
+        for offset, time_us, parts in told:
+            record = parts[0] if len(parts) == 1 else b"".join(parts)
+            kind = record[0] if record else 0
+            if kind == ACK:
+                self._ack(offset, time_us, record)
+            elif kind == DELIVER:
+                self._deliver(offset, time_us, record)
+            elif kind == PUT:
+                self._put_message(offset, time_us, record)
+            else:
+                self._write_leases()  # it may look for them; the group may be gone then
+                self._fold_rare(offset, time_us, record)
+
+    def _fold_rare(self, offset: int, time_us: int, record: Readable) -> None:
         """Fold one record of those that are not most of a log."""
         try:
             said = rec.unpack(record)
@@ -94,19 +121,6 @@ class Fold(Keep):
         if fold is not None:
             self._plain.clear()
             fold(self, said, offset, time_us)
-
-    def _fold_one(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
-        kind = record[0] if record else 0
-        if kind == PUT:
-            self._put_message(offset, time_us, record)
-        elif kind == DELIVER:
-            self._deliver(offset, time_us, record, fresh)
-        elif kind == ACK:
-            self._ack(offset, time_us, record, fresh)
-        else:
-            self._write_leases(fresh)  # it may look for them; the group may be gone then
-            fresh.clear()
-            self._apply(offset, time_us, record)
 
     def _reject(self, offset: int, reason: str) -> None:
         """Pass a record over and say so: its checksum held, and the rest must flow all the same."""
@@ -163,12 +177,29 @@ class Fold(Keep):
 
     # Deliver
 
-    def _deliver(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
-        """Lease messages; the plain ones into `fresh`, which is written later."""
-        if len(record) < _DELIVER_SIZE:
+    def _deliver(self, offset: int, time_us: int, record: Readable) -> None:
+        """Lease messages: those that are next in a queue in memory, to be written later."""
+        if len(record) == _ONE_SIZE:
+            count, tid, gid, owner, deadline_ns, message, flags = _unpack_deliver_one(record)
+            group = self._groups.get(gid)
+            if count == 1 and group is not None and flags == group.lane and not group.skipped:
+                # Most often: one message, and the next one of the queue that is at hand.
+                priority = flags >> 4
+                index = group.cursor[priority]
+                place = index - group.part_start
+                deltas = group.part.deltas
+                if place < len(deltas) and group.part.base + deltas[place] == message:
+                    group.cursor[priority] = index + 1
+                    group.fresh[message] = (priority, owner, deadline_ns)
+                    group.picks += 1
+                    if deadline_ns < group.next_deadline_ns:
+                        group.next_deadline_ns = deadline_ns
+                    self._changed_groups[gid] = group
+                    return
+        elif len(record) < _DELIVER_SIZE:
             self._reject(offset, "a DELIVER that is too short")
             return
-        _, _, count, tid, gid, owner, deadline_ns = DELIVER_HEAD.unpack_from(record)
+        count, tid, gid, owner, deadline_ns = _unpack_deliver(record)
         if len(record) != _DELIVER_SIZE + count * DELIVER_ITEM.size:
             self._reject(offset, "a DELIVER that does not hold what it says")
             return
@@ -177,36 +208,41 @@ class Fold(Keep):
             return
         group = self._groups.get(gid) or self._reader(tid, gid, offset, time_us)
         topic = self._topics.get(group.tid) or self._topic(group.tid)
-        cursor, tails = group.cursor, topic.tails
-        leases = fresh.get(gid)
-        if leases is None:
-            leases = fresh[gid] = {}
-        at, chunk = (-1, -1), None  # the part of a queue that the last one was in
-        for message, flags in DELIVER_ITEM.iter_unpack(record[_DELIVER_SIZE:]):
+        self._changed_groups[gid] = group
+        items = DELIVER_ITEM.iter_unpack(record[_DELIVER_SIZE:])
+        for flags, run in groupby(items, key=_FLAGS):
+            messages = [message for message, _ in run]
             priority = flags >> 4
-            if flags & FROM_QUEUE and priority < PRIORITIES:
-                index = cursor[priority]
-                if chunk is None or at != (priority, index // CHUNK_ENTRIES):
-                    chunk = None
-                    if index < tails[priority]:
-                        at = (priority, index // CHUNK_ENTRIES)
-                        chunk = self._chunk(topic, *at)
-                if (
-                    chunk is not None
-                    and index < tails[priority]
-                    and chunk.base + chunk.deltas[index % CHUNK_ENTRIES] == message
-                    and not (group.skipped and self._skips(topic, message))
-                ):
-                    cursor[priority] = index + 1
-                    group.n_leased += 1
-                    leases[message] = (priority, owner, deadline_ns)
-                    continue
-            self._write_leases(fresh)
-            self._deliver_other(group, topic, message, priority, owner, deadline_ns)
+            is_queued = flags & FROM_QUEUE and priority < PRIORITIES
+            while messages:
+                n = self._hand_out(group, topic, priority, messages) if is_queued else 0
+                group.fresh.update(dict.fromkeys(messages[:n], (priority, owner, deadline_ns)))
+                if not n:
+                    self._write_leases()
+                    self._deliver_other(group, topic, messages[0], priority, owner, deadline_ns)
+                del messages[: n or 1]
         group.picks += count
         if deadline_ns < group.next_deadline_ns:
             group.next_deadline_ns = deadline_ns
-        self._changed_groups[gid] = group
+
+    def _hand_out(
+        self, group: GroupState, topic: TopicState, priority: int, messages: list[int]
+    ) -> int:
+        """Move a group's cursor past the first of these messages, as far as they are what is next
+        in a part of a queue; return how many that are.
+        """
+        part = self._part(group, topic, priority)
+        place = group.cursor[priority] % CHUNK_ENTRIES
+        n = 1 if group.skipped else len(messages)
+        base = part.base
+        found = [base + delta for delta in part.deltas[place : place + n]]
+        n = len(found)
+        if found != messages[:n]:
+            n = next(i for i in range(n) if found[i] != messages[i])
+        if n and group.skipped and self._skips(topic, messages[0]):
+            return 0
+        group.cursor[priority] += n
+        return n
 
     def _deliver_other(
         self,
@@ -235,33 +271,39 @@ class Fold(Keep):
 
     # Settling
 
-    def _ack(self, offset: int, time_us: int, record: Readable, fresh: Fresh) -> None:
-        """Settle a message, whose lease may be one of `fresh`."""
+    def _ack(self, offset: int, time_us: int, record: Readable) -> None:
+        """Settle a message."""
         if len(record) < _ACK_SIZE:
             self._reject(offset, "an ACK that is too short")
             return
-        _, _, _, _, gid, message = ACK_HEAD.unpack_from(record)
+        gid, message = _unpack_ack(record)
         group = self._groups.get(gid) or self.group(gid)
         if group is None:
             return
-        if gid in fresh and fresh[gid].pop(message, None) is not None:
-            group.n_leased -= 1
-        elif gid in self._plain and message in self._plain[gid]:
-            self._plain[gid].discard(message)
-            self._delete(key_u64_u64(LEASED, gid, message))
-            group.n_leased -= 1
-        elif (value := self._pop(key_u64_u64(LEASED, gid, message))) is not None:
-            group.n_leased -= 1
-            if value[ROW_DELIVERY] != ONCE or value[ROW_SIZE] != NOTHING or message < group.start:
-                self._note_deliveries(group, message, Row.unpack(value).delivery)
-            if value[ROW_FLAGS] & ROW_KEYED:
-                self._leave_key(group, Row.unpack(value), time_us)
-        elif not self._settle_unleased(group, message, time_us):
+        if group.fresh.pop(message, None) is None and not self._settle(group, message, time_us):
             return
         group.settled += 1
         self._changed_groups[gid] = group
         if len(record) > _ACK_SIZE:
             self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
+
+    def _settle(self, group: GroupState, message: int, time_us: int) -> bool:
+        """Take out a message whose lease has a row; False if it is not there to be settled."""
+        gid = group.gid
+        key = key_u64_u64(LEASED, gid, message)
+        plain = self._plain.get(gid)
+        if plain is not None and message in plain:
+            plain.discard(message)
+            self._delete(key)
+        elif (value := self._pop(key)) is not None:
+            if value[ROW_DELIVERY] != ONCE or value[ROW_SIZE] != NOTHING or message < group.start:
+                self._note_deliveries(group, message, Row.unpack(value).delivery)
+            if value[ROW_FLAGS] & ROW_KEYED:
+                self._leave_key(group, Row.unpack(value), time_us)
+        else:
+            return self._settle_unleased(group, message, time_us)
+        group.n_lease_rows -= 1
+        return True
 
     def _settle_unleased(self, group: GroupState, offset: int, time_us: int) -> bool:
         """Take out a message whose delivery damage took; False if it is not there to be settled."""

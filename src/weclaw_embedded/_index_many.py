@@ -20,23 +20,21 @@ import lmdb
 from ._format import ENVELOPE_BYTES, Stretch
 from ._index_fold import Fold
 from ._index_rows import (
-    CHUNK_ENTRIES,
     NARROW,
     RESULT,
     U64,
     Chunk,
     GroupState,
+    Leases,
     TopicState,
     key_u64_u64,
 )
-from ._index_state import Fresh, Leases
 from ._records import (
     ACK,
     ACK_HEAD,
     DELIVER,
     DELIVER_HEAD,
     DELIVER_ITEM,
-    FROM_QUEUE,
     PRIORITIES,
     PUT,
     Readable,
@@ -68,21 +66,6 @@ class _Filling:
         self.known = len(chunk.deltas)  # of the entries, those that the topic knows of
 
 
-class _Reading:
-    """A group at work on one of its position queues, from an entry of a chunk on."""
-
-    __slots__ = ("chunk", "group", "leases", "priority", "spot")
-
-    def __init__(
-        self, group: GroupState, priority: int, chunk: Chunk, spot: int, leases: Leases
-    ) -> None:
-        self.group = group
-        self.priority = priority
-        self.chunk = chunk
-        self.spot = spot
-        self.leases = leases
-
-
 class Many(Fold):
     """Folds whole stretches of a log."""
 
@@ -94,29 +77,26 @@ class Many(Fold):
             IndexFullError: the transaction is over, nothing of it is in the index.
         """
         end = 0
-        fresh = self._fresh
         try:
             for one in found:
                 if not isinstance(one, Stretch):
                     _, end, time_us, _, _, records = one
-                    for offset, record in records:
-                        self._fold_one(offset, time_us, record, fresh)
+                    self._fold([(offset, time_us, (record,)) for offset, record in records])
                     continue
                 end = one.end
                 if len(one.places) > _FEW:
-                    self._fold_stretch(one, fresh)
+                    self._fold_stretch(one)
                 else:
-                    for offset, time_us, record in one.records():
-                        self._fold_one(offset, time_us, record, fresh)
-                if sum(map(len, fresh.values())) > _MOST_FRESH:
-                    self._write_leases(fresh)
+                    self._fold((offset, when, (record,)) for offset, when, record in one.records())
+                if sum(len(group.fresh) for group in self._changed_groups.values()) > _MOST_FRESH:
+                    self._write_leases()
             if self._in_use:
-                self._write_leases(fresh)
+                self._write_leases()
         except lmdb.Error as error:
             raise self._failed(error) from error
         return end
 
-    def _fold_stretch(self, stretch: Stretch, fresh: Fresh) -> None:
+    def _fold_stretch(self, stretch: Stretch) -> None:
         base, data, heads, places, ends, _ = stretch
         unpack_deliver = _DELIVER_ONE.unpack_from
         unpack_ack = _ACK.unpack_from
@@ -125,10 +105,10 @@ class Many(Fold):
         put_head = _NO_HEAD
         append = heads.append
         near = size = 0
-        # and the group last delivered to, with the chunk that its cursor is in.
-        reading: _Reading | None = None
+        # and the group last delivered to, with the part of a queue that it has at hand itself.
+        reading: GroupState | None = None
         deliver_head = ack_head = _NO_HEAD
-        at = lane = priority = spot = first = settled = soonest = 0
+        at = lane = priority = begun = spot = first = settled = soonest = 0
         deltas: Sequence[int] = ()
         leases: Leases = {}
         for head, place, end in zip(heads, places, ends, strict=True):
@@ -161,11 +141,11 @@ class Many(Fold):
             if filling is not None and not self._level_queue(filling, size):
                 filling, put_head = None, _NO_HEAD
             if reading is not None:
-                self._level_group(reading, spot, settled, soonest)
+                self._level_group(reading, spot - begun, settled, soonest)
             size = settled = 0
-            self._fold_one(
-                base + place, stretch.time_us(place), data[place + ENVELOPE_BYTES : end], fresh
-            )
+            begun = spot
+            record = data[place + ENVELOPE_BYTES : end]
+            self._fold(((base + place, stretch.time_us(place), (record,)),))
             kind = head & 255
             if kind == PUT:
                 filling, put_head = self._filling(head, stretch.end), _NO_HEAD
@@ -176,19 +156,19 @@ class Many(Fold):
                 continue
             if kind not in (DELIVER, ACK):
                 filling, put_head = None, _NO_HEAD
-            reading = self._reading(head, data, place, fresh) if kind == DELIVER else None
+            reading = self._reading(head, data, place) if kind == DELIVER else None
             deliver_head = ack_head = _NO_HEAD
             if reading is not None:
                 deliver_head, ack_head = head, head & ~0xFFFFFF | ACK
-                at, priority = reading.group.gid, reading.priority
-                lane = priority << 4 | FROM_QUEUE
-                leases = reading.leases
-                deltas, spot, first = reading.chunk.deltas, reading.spot, reading.chunk.base
-                soonest = reading.group.next_deadline_ns
+                at, lane, leases = reading.gid, reading.lane, reading.fresh
+                priority = lane >> 4
+                deltas, first = reading.part.deltas, reading.part.base
+                begun = spot = reading.cursor[priority] - reading.part_start
+                soonest = reading.next_deadline_ns
         if filling is not None:
             self._level_queue(filling, size)
         if reading is not None:
-            self._level_group(reading, spot, settled, soonest)
+            self._level_group(reading, spot - begun, settled, soonest)
 
     def _filling(self, head: int, until: int) -> _Filling | None:
         """The queue that plain puts with that head go to, if more can simply be added to it."""
@@ -215,31 +195,22 @@ class Many(Fold):
             filling.known += added
         return topic.tail[priority] is filling.chunk
 
-    def _reading(self, head: int, data: bytes, place: int, fresh: Fresh) -> _Reading | None:
+    def _reading(self, head: int, data: bytes, place: int) -> GroupState | None:
         """The group that a DELIVER of one message from a queue was for, now that it is done."""
         if head >> 16 & 0xFFFF != 1:
             return None
         n, gid, _, _, _, flags = _DELIVER_ONE.unpack_from(data, place)
-        priority = flags >> 4
-        leases = fresh.get(gid)
-        if n != _ONE_SIZE or leases is None or priority >= PRIORITIES or not flags & FROM_QUEUE:
+        group = self._groups.get(gid)
+        # Where some are skipped it may be one of these that is next.
+        if n != _ONE_SIZE or group is None or group.lane != flags or group.skipped:
             return None
-        group = self._groups[gid]
-        if group.skipped:  # it may be one of these that is next
-            return None
-        number, spot = divmod(group.cursor[priority], CHUNK_ENTRIES)
-        topic = self._topic(group.tid)
-        return _Reading(group, priority, self._chunk(topic, priority, number), spot, leases)
+        return group
 
-    def _level_group(self, reading: _Reading, spot: int, settled: int, soonest: int) -> None:
-        """Have the group know of what it was handed out and what it settled."""
-        group = reading.group
-        taken = spot - reading.spot
+    def _level_group(self, group: GroupState, taken: int, settled: int, soonest: int) -> None:
+        """Have a group know of what it was handed out and what it settled."""
         if taken or settled:
-            group.cursor[reading.priority] += taken
+            group.cursor[group.lane >> 4] += taken
             group.picks += taken
-            group.n_leased += taken - settled
             group.settled += settled
             group.next_deadline_ns = soonest
-            reading.spot = spot
             self._changed_groups[group.gid] = group

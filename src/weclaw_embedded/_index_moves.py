@@ -83,7 +83,7 @@ class Moves(State):
         state = row.state
         self._changed_groups[gid] = group
         if state == STATE_LEASED:
-            group.n_leased -= 1
+            group.n_lease_rows -= 1
             self._delete(key_u64_u64(LEASED, gid, offset))
             return
         if state == STATE_DEAD:
@@ -149,7 +149,7 @@ class Moves(State):
     def _lease(self, group: GroupState, offset: int, row: Row) -> None:
         """Give a message that has no row one: leased."""
         row.state = STATE_LEASED
-        group.n_leased += 1
+        group.n_lease_rows += 1
         if row.deadline < group.next_deadline_ns:
             group.next_deadline_ns = row.deadline
         self._put(key_u64_u64(LEASED, group.gid, offset), row.pack())

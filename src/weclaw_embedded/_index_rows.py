@@ -38,7 +38,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgpack
 
@@ -323,7 +323,12 @@ class Chunk:
         return chunk
 
 
+_NO_PART: Final = Chunk()
+
 # Topics and groups
+
+# Leases that are not written yet, by offset: (priority, owner, deadline).
+Leases: TypeAlias = dict[int, tuple[int, int, int]]
 
 _TOPIC_ROW: Final = struct.Struct(f"<{PRIORITIES}Q{PRIORITIES}QQQH")
 _GROUP_ROW: Final = struct.Struct(f"<I4x{PRIORITIES}Q7Q8Q")
@@ -398,22 +403,32 @@ class GroupState:
     `cursor` is, for each priority, the index of the first entry of the position queue not handed
     out yet; `skipped` counts entries from there on that are not to be delivered.  `start` is the
     offset before which the group owns nothing, `created` that of the record that made it.
-    `next_deadline_ns` is a lower bound of the deadlines of its leases.
+    `next_deadline_ns` is a lower bound of the deadlines of its leases.  `fresh` are leases of plain
+    messages that have no row yet, which LMDB gets before the group.
+
+    `part` is the part of a position queue that the group read last, which begins at the index
+    `part_start`, and `lane` says of which queue: the priority and that it is from the queue, as the
+    items of a DELIVER do.  Once it was right it stays so: entries are only ever added behind the
+    last, and a part that is full never changes.
     """
 
     __slots__ = (
         "created",
         "cursor",
         "dead_seen",
+        "fresh",
         "gid",
+        "lane",
         "n_back",
         "n_dead",
-        "n_leased",
+        "n_lease_rows",
         "n_parked",
         "n_suspect",
         "n_wait",
         "name",
         "next_deadline_ns",
+        "part",
+        "part_start",
         "pause_reason",
         "paused_until_us",
         "picks",
@@ -437,7 +452,7 @@ class GroupState:
         self.n_suspect = 0
         self.n_wait = 0
         self.n_parked = 0
-        self.n_leased = 0
+        self.n_lease_rows = 0
         self.n_dead = 0
         self.settled = 0
         self.retries = 0
@@ -447,6 +462,18 @@ class GroupState:
         self.paused_until_us = 0
         self.pause_reason = ""
         self.text: bytes | None = None  # name and reason, packed
+        self._begin()
+
+    def _begin(self) -> None:
+        self.fresh: Leases = {}
+        self.part = _NO_PART
+        self.part_start = 0
+        self.lane = -1
+
+    @property
+    def n_leased(self) -> int:
+        """How many messages are leased."""
+        return self.n_lease_rows + len(self.fresh)
 
     @property
     def is_template(self) -> bool:
@@ -455,6 +482,7 @@ class GroupState:
 
     def pack(self) -> bytes:
         """Return the group's value."""
+        assert not self.fresh, "leases are written before their group"
         text = self.text
         if text is None:
             text = self.text = msgpack.packb([self.name, self.pause_reason])
@@ -467,7 +495,7 @@ class GroupState:
                 self.n_suspect,
                 self.n_wait,
                 self.n_parked,
-                self.n_leased,
+                self.n_lease_rows,
                 self.n_dead,
                 self.settled,
                 self.retries,
@@ -495,7 +523,7 @@ class GroupState:
             group.n_suspect,
             group.n_wait,
             group.n_parked,
-            group.n_leased,
+            group.n_lease_rows,
             group.n_dead,
             group.settled,
             group.retries,
@@ -508,6 +536,7 @@ class GroupState:
         ) = fields[1 + PRIORITIES :]
         group.text = value[_GROUP_ROW.size :]
         group.name, group.pause_reason = msgpack.unpackb(group.text)
+        group._begin()
         return group
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import lmdb
 import msgpack
@@ -47,6 +47,7 @@ from ._index_rows import (
     key_u64_u64,
     name_key,
 )
+from ._records import FROM_QUEUE
 from .errors import DiskFullError
 
 _MAX_CHUNKS: Final = 64  # full chunks kept in memory, 4 KiB each
@@ -54,10 +55,6 @@ _BATCH: Final = 512  # rows read at a time by a long scan
 # So many bytes of the log the memory may be ahead of LMDB: others have to read and fold them.
 _MOST_AHEAD_BYTES: Final = 64 << 10
 _MOST_PLAIN: Final = 50_000  # leases of a group that are known to be plain, 60 bytes each
-
-# Leases that are not written yet, by offset: (priority, owner, deadline); and of all groups.
-Leases: TypeAlias = dict[int, tuple[int, int, int]]
-Fresh: TypeAlias = dict[int, Leases]
 
 
 class IndexFullError(DiskFullError):
@@ -76,9 +73,8 @@ class State:
     def __init__(self) -> None:
         self._commits: memoryview[int] | None = None  # counts those of all processes
         self._known_commits = -1
-        # What LMDB gets when a row is asked for: leases of plain messages, and other rows (None:
-        # to be deleted). And the leases of plain messages that it has, as far as they are known.
-        self._fresh: Fresh = {}
+        # What LMDB gets when a row is asked for (None: to be deleted), besides the fresh leases of
+        # groups. And the leases of plain messages that it has, as far as they are known.
         self._behind: dict[bytes, bytes | None] = {}
         self._plain: dict[int, set[int]] = {}
         self._wait()
@@ -172,7 +168,7 @@ class State:
                 else:
                     txn.put(key, value)
             self._behind.clear()
-            self._write_leases(self._fresh)
+            self._write_leases()
         except lmdb.Error as error:
             raise self._failed(error) from error
         return txn
@@ -191,12 +187,13 @@ class State:
         self._behind[key] = None
         return True
 
-    def _write_leases(self, fresh: Fresh) -> None:
+    def _write_leases(self) -> None:
         """Write the leases that were kept out of LMDB."""
-        for gid, leases in fresh.items():
-            if not leases:
+        for gid, group in self._changed_groups.items():
+            fresh = group.fresh
+            if not fresh:
                 continue
-            for message, (priority, owner, deadline_ns) in leases.items():
+            for message, (priority, owner, deadline_ns) in fresh.items():
                 self._put(
                     key_u64_u64(LEASED, gid, message),
                     first_lease(priority, message, owner, deadline_ns),
@@ -204,8 +201,9 @@ class State:
             plain = self._plain.setdefault(gid, set())
             if len(plain) > _MOST_PLAIN:
                 plain.clear()
-            plain.update(leases)
-            leases.clear()
+            plain.update(fresh)
+            group.n_lease_rows += len(fresh)
+            fresh.clear()
 
     def _recall(self) -> None:
         """See whether what is known still holds; all of it is forgotten if not."""
@@ -257,7 +255,6 @@ class State:
         self._readers = None
         self._meta = None
         self._touched = False
-        self._fresh.clear()
         self._behind.clear()
         self._plain.clear()
         self._known_sequence = -1
@@ -521,6 +518,16 @@ class State:
                 self._chunks.clear()
             chunk = self._chunks[name] = Chunk.unpack(value)
         return chunk
+
+    def _part(self, group: GroupState, topic: TopicState, priority: int) -> Chunk:
+        """Return the part of a queue that a group's cursor is in, and have it at hand."""
+        number = group.cursor[priority] // CHUNK_ENTRIES
+        part = self._chunk(topic, priority, number)
+        if not group.is_template:  # to whom nothing is delivered
+            group.lane = priority << 4 | FROM_QUEUE
+            group.part = part
+            group.part_start = number * CHUNK_ENTRIES
+        return part
 
     def _entry(self, topic: TopicState, priority: int, index: int) -> int:
         """Return the offset at an index of a queue."""

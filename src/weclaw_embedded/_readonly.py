@@ -79,8 +79,8 @@ class _Session(Session):
         )
 
     def judge(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self.tx.apply(self.page.words[TAIL], self.now_us, b"".join(record))
+        tail = self.page.words[TAIL]
+        self.tx.apply([(tail, self.now_us, record) for record in records])
 
     @property
     def tx(self) -> Tx:

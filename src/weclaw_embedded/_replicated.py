@@ -140,8 +140,8 @@ class FencedSession(Session):
         raise fenced_error(self.engine)
 
     def judge(self, records: Any) -> None:
-        for record in records:
-            self.tx.apply(self.page.words[TAIL], self.now_us, b"".join(record))
+        tail = self.page.words[TAIL]
+        self.tx.apply([(tail, self.now_us, record) for record in records])
 
     def finish(self) -> None:
         self.abort()

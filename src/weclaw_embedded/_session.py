@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 from . import _clock
@@ -62,7 +63,7 @@ class Session:
         self.begun: list[Any] = []  # leases this turn begins and ends: only so if it is written
         self.ended: list[Any] = []
         self.after_write: list[Callable[[], None]] = []
-        self._appended: list[tuple[int, Record]] = []
+        self._appended: list[tuple[int, int, Record]] = []  # offset, time, record
 
     @property
     def tx(self) -> Tx:
@@ -75,8 +76,7 @@ class Session:
         return self._tx
 
     def _apply(self, tx: Tx) -> None:
-        for offset, record in self._appended[self._applied :]:
-            tx.apply(offset, self.now_us, record[0] if len(record) == 1 else b"".join(record))
+        tx.apply(self._appended[self._applied :] if self._applied else self._appended)
         self._applied = len(self._appended)
 
     def append(
@@ -95,9 +95,9 @@ class Session:
         if puts and policy >= SYNC and not self._sync_from:
             self._sync_from = offsets[0]
         if len(offsets) == 1:
-            self._appended.append((offsets[0], records[0]))
+            self._appended.append((offsets[0], self.now_us, records[0]))
         else:
-            self._appended.extend(zip(offsets, records, strict=True))
+            self._appended.extend(zip(offsets, repeat(self.now_us), records))
         if self._tx is not None:
             self._apply(self._tx)  # at once: the next look must see it
         return offsets
@@ -117,8 +117,7 @@ class Session:
         if not self.imagined:
             self.append(records)
             return
-        for record in records:
-            self.tx.apply(self.log.pending_tail, self.now_us, b"".join(record))
+        self.tx.apply([(self.log.pending_tail, self.now_us, record) for record in records])
 
     def imagine(self) -> Tx:
         """The index, to answer what would be so: what is done to it from here on is dropped when
@@ -194,7 +193,7 @@ class Session:
             tx = self._tx
             if tx is None:
                 if self._appended:
-                    engine.remember_written(self._tail, self.now_us, self._appended)
+                    engine.remember_written(self._tail, self._appended)
             else:
                 if self._applied < len(self._appended):
                     self._apply(tx)
