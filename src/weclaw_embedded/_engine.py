@@ -59,7 +59,7 @@ from ._shared import (
     IS_COPY,
     IS_FENCED,
     LEASES_SEQ,
-    OWNERS_HIGH,
+    OWNERS_SEQ,
     READY,
     REPLICA_AT,
     REPLICA_HIGH,
@@ -193,6 +193,8 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._written_from = self._written_to = -1
         self.folded_to = self._tail_seen = 0
         self._next_probe = 0
+        self._owners_seen = -1
+        self._others: list[int] = []  # slots of the owners seen then, but for our own
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
         self._room_lock = threading.Lock()
@@ -393,13 +395,17 @@ class Engine(Folding, Together, Durability, FileOptions):
 
     def dead_owners(self, everyone: bool) -> list[int]:
         """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
-        if self.page.words[OWNERS_HIGH] <= 1:
-            return []  # only ever one, which is us
-        slots = self.page.others(self.slot)
+        slots = self._other_slots()
         if not everyone and slots:
             self._next_probe = (self._next_probe + 1) % len(slots)
             slots = [slots[self._next_probe]]
         return [slot for slot in slots if not _files.is_locked(self.fd, OWNER + slot)]
+
+    def _other_slots(self) -> list[int]:
+        seq = self.page.words[OWNERS_SEQ]
+        if seq != self._owners_seen:
+            self._owners_seen, self._others = seq, self.page.others(self.slot)
+        return self._others
 
     def bury(self, session: Session, slots: list[int]) -> None:
         """Take the tokens of the dead out of the page: their leases name nobody now, and every
@@ -470,8 +476,7 @@ class Engine(Folding, Together, Durability, FileOptions):
     @property
     def look_every_s(self) -> float:
         """How long whoever waits sleeps before he looks for what nobody tells."""
-        page = self.page
-        if page.words[OWNERS_HIGH] > 1 and page.others(self.slot):
+        if self._other_slots():
             return DEATH_CHECK_S
         return max(DEATH_CHECK_S, ALONE_CHECK_S)
 

@@ -64,6 +64,7 @@ UNSEEN_PUTS = 47  # how many those are, at least
 NEXT_WOKEN = 48  # the slot at which the search for somebody to wake begins
 LEASES_SEQ = 49  # changes whenever leases of living processes were taken away
 INDEX_SEQ = 50  # changes before each commit of the index
+OWNERS_SEQ = 51  # changes whenever a slot gets or loses its owner
 WORDS_BYTES: Final = 4096
 # What must outlive a page that is being made anew by one who dies over it: a magic, store id, boot
 # id, and the words of `replica_words`.
@@ -342,6 +343,7 @@ class SharedPage(LogState):
             words[WAITERS] -= 1
         words[at + READY] = words[at + SETTLED] = words[at + PINNED] = words[at + AWAITED] = 0
         words[at] = token
+        words[OWNERS_SEQ] += 1
         if token and slot >= words[OWNERS_HIGH]:
             words[OWNERS_HIGH] = slot + 1
 
