@@ -6,6 +6,8 @@ import asyncio
 import functools
 import logging
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -287,6 +289,31 @@ def test_run_async_works_inside_a_loop_and_hands_back_when_cancelled(open_queue)
         await aq.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [ValueError("no"), weclaw.RetryLater(60), weclaw.Discard("never"), None],
+    ids=["fails", "later", "discards", "returns"],
+)
+def test_a_message_that_was_lost_meanwhile_does_not_end_the_worker(path, open_queue, ending):
+    """Its group was dropped by another process while its handler ran: the next one is taken."""
+    q = open_queue()
+    q.put("first")
+
+    def handle(msg):
+        if second:  # both are delivered: the group begins anew
+            return "done"
+        code = "import sys, weclaw_embedded as w; w.open(sys.argv[1]).drop_group('default')"
+        subprocess.run([sys.executable, "-W", "ignore", "-c", code, path], check=True)
+        second.append(q.put("second"))
+        if ending is not None:
+            raise ending
+        return "nobody's"
+
+    second = []
+    with Running(q, handle):
+        assert eventually(lambda: second and q.status(second[0]) == "done")
 
 
 def test_a_closed_queue_ends_the_worker(path):

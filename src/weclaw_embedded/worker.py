@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from ._async import AsyncMessage
 from ._async_queue import AsyncQueue
-from ._io import io_of
+from ._io import Written, io_of
 from ._message import Message, clip, describe
 from ._options import check_count, check_seconds, check_timeout
 from ._wake import Timer
@@ -276,17 +276,18 @@ class Worker:
             result = await run.result()
         except RetryLater as later:
             if run.settles():
-                await msg.nack(later.seconds, later.reason, count=False)
+                await self._settle(msg, msg.nack, later.seconds, later.reason, count=False)
         except Discard as reason:
             if run.settles():
-                await msg.fail(reason.reason)
+                await self._settle(msg, msg.fail, reason.reason)
         except asyncio.CancelledError:
             if run.settles():
-                msg.release()
+                with contextlib.suppress(LeaseLostError):
+                    msg.release()
             raise
         except Exception as error:  # noqa: BLE001  the handler is the user's code
             if run.settles():
-                await msg.nack(reason=describe(error))
+                await self._settle(msg, msg.nack, reason=describe(error))
             await self._failure(msg, error)
         else:
             await self._success(msg, run, result)
@@ -297,17 +298,27 @@ class Worker:
     async def _success(self, msg: AsyncMessage, run: _Run, result: Any) -> None:
         if run.settles():
             try:
-                await msg.ack(result)
-            except LeaseLostError as error:
-                logger.warning("message %s: the handler took too long: %s", msg.id, error)
-                return
+                if not await self._settle(msg, msg.ack, result):
+                    return
             except ValueError as error:  # a result that can't be kept
-                with contextlib.suppress(LeaseLostError):
-                    await msg.nack(reason=describe(error))
+                await self._settle(msg, msg.nack, reason=describe(error))
                 await self._failure(msg, error)
                 return
         self._in_a_row = 0
         self.done += 1
+
+    async def _settle(
+        self, msg: AsyncMessage, settle: Callable[..., Written], *args: Any, **options: Any
+    ) -> bool:
+        """False when the message was no longer held: its lease was over (this process was stopped
+        for longer, say), or its group dropped. That is no reason to take no more.
+        """
+        try:
+            await settle(*args, **options)
+        except LeaseLostError as error:
+            logger.warning("message %s was lost while its handler ran: %s", msg.id, error)
+            return False
+        return True
 
     async def _failure(self, msg: Message, error: Exception) -> None:
         self.failed += 1
