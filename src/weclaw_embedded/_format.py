@@ -209,7 +209,10 @@ class Stretch(NamedTuple):
 
     def time_us(self, place: int) -> int:
         """The time of the frame that a record is in."""
-        return int(PART.unpack_from(self.data, self._part_of(place))[3])
+        _, _, _, time_us, _, back = PART_WITH_ENVELOPE.unpack_from(self.data, place - PART_BYTES)
+        if back != PART_BYTES:  # not the first of its part
+            time_us = PART.unpack_from(self.data, place - back)[3]
+        return int(time_us)
 
     def _part_of(self, place: int) -> int:
         """Where the part that a record begins in begins."""
