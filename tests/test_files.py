@@ -82,6 +82,23 @@ def test_every_way_of_saying_full_is_disk_full_error(
     assert caught.value.errno == errno.EIO
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_sync_that_fails_is_never_called_a_full_disk(
+    file: int, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whoever takes it for one makes room and is told that all is well the next time."""
+
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for name, sync in (("fdatasync", _files.sync_data), ("fsync", _files.sync_all)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            with pytest.raises(OSError) as caught:
+                sync(file)
+        assert caught.value.errno == number
+
+
 def test_the_file_size_limit_is_disk_full_and_leaves_the_old_size(tmp_path: Path) -> None:
     """A process at its RLIMIT_FSIZE gets DiskFullError, and the file isn't left half extended."""
     path = tmp_path / "file"

@@ -78,7 +78,6 @@ from .errors import (
     ClosedError,
     DiskFullError,
     FencedError,
-    LockedError,
     ReplicaUnavailableError,
     StoreFailedError,
 )
@@ -785,8 +784,8 @@ class Engine(Folding, Together, Durability, FileOptions):
             session.tx  # noqa: B018  applied here, so that the index is level when it closes
             session.must_index = True
             session.finish()
-            self.log.sync()
-        except (OSError, LockedError, DiskFullError) as error:
+            self.sync_file()
+        except (StoreFailedError, DiskFullError) as error:
             session.abort(error)
             return False
         words[COMMIT] = words[CLEAN_AT] = words[TAIL]

@@ -6,8 +6,10 @@ the sync of a directory after a name changed in it, and the several ways of sayi
 
 Invariants:
 
-* A full disk, quota or file size limit is `DiskFullError`; every other failure is the plain
-  `OSError`, and what that means (a store that has failed) is for the layer above to say.
+* A full disk, quota or file size limit is `DiskFullError`, which says that nothing has happened;
+  every other failure is the plain `OSError`, and what that means (a store that has failed) is for
+  the layer above to say.  A sync that fails is never the first kind, whatever its number: bytes
+  that were written have not reached the disk.
 * Locks are open-file-description locks: they belong to the descriptor's open file, not to the
   process or thread, die with it, and need no pids.  One byte each.  On systems without them
   (macOS) POSIX record locks stand in: there, closing *any* descriptor of the file in the process
@@ -348,6 +350,9 @@ def has_hole(fd: int, offset: int, n: int) -> bool:
 
 # Durability ---------------------------------------------------------------------------------
 
+# A sync can fail with ENOSPC or EDQUOT, too (a thin volume, btrfs), and by then the kernel takes
+# the pages for clean: who made room and tried again would be told of a success that is none.
+
 if sys.platform == "darwin":
 
     def sync_data(fd: int) -> None:
@@ -357,7 +362,7 @@ if sys.platform == "darwin":
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
         except OSError as error:
             if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
-                _fail(error, "syncing", fd)
+                raise
             os.fsync(fd)
 
     sync_all = sync_data
@@ -365,18 +370,12 @@ if sys.platform == "darwin":
 else:
 
     def sync_data(fd: int) -> None:
-        """Return when the file's contents are on stable storage."""
-        try:
-            os.fdatasync(fd)
-        except OSError as error:
-            _fail(error, "syncing", fd)
+        """Return when the file's contents are on stable storage. Raises OSError."""
+        os.fdatasync(fd)
 
     def sync_all(fd: int) -> None:
-        """Return when the file's contents and attributes are on stable storage."""
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            _fail(error, "syncing", fd)
+        """Return when the file's contents and attributes are on stable storage. Raises OSError."""
+        os.fsync(fd)
 
 
 def sync_dir(path: str) -> None:

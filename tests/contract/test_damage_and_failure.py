@@ -172,6 +172,55 @@ def test_a_failed_sync_is_never_retried_into_a_success(path, failing_sync):
     q.close()
 
 
+def test_a_sync_that_finds_no_room_is_a_failed_one(path, monkeypatch):
+    """A thin volume says ENOSPC only then: the put is not made again, and no later one is safe."""
+    with weclaw.Queue(path) as q:
+        q.put("before")
+        real, calls = os.fdatasync, []
+
+        def fdatasync(fd):
+            calls.append(fd)
+            if len(calls) == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(fd)
+
+        monkeypatch.setattr(os, "fdatasync", fdatasync)
+        for _ in range(2):
+            with pytest.raises(weclaw.StoreFailedError):
+                q.put("in doubt")
+        assert len(calls) == 1
+    monkeypatch.undo()
+    with weclaw.Queue(path) as q:
+        assert drain(q) in (["before"], ["before", "in doubt"])
+
+
+def test_a_sync_that_fails_at_the_end_is_remembered(path, monkeypatch):
+    """The last to close finds it: what the disk may lack is written again by the next opening."""
+    from weclaw_embedded import _files, _recovery
+
+    real, syncs, again = _files.sync_data, [], []
+
+    def sync_data(fd):
+        syncs.append(fd)
+        if len(syncs) == 2:  # after the flush: that of the frame which vouches
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd)
+
+    q = weclaw.Queue(path, flush="os")
+    q.put("kept")
+    monkeypatch.setattr(_files, "sync_data", sync_data)
+    q.close()
+    assert len(syncs) == 2
+    monkeypatch.undo()
+    write_again = _recovery._write_again
+    monkeypatch.setattr(
+        _recovery, "_write_again", lambda *args: again.append(1) or write_again(*args)
+    )
+    with weclaw.Queue(path) as q:
+        assert drain(q) == ["kept"]
+    assert again
+
+
 def write_until_refused(pipe, path):
     q = weclaw.Queue(path)
     pipe.send("open")
