@@ -70,7 +70,7 @@ class Tx(Many, Ask):
         self._chunks.clear()
         self._seen = None
         self.applied = self.stored = self.last_crc = self.last_frame = 0
-        self._touched = True
+        self._must_commit()
 
     def commit(self, applied: int, last_crc: int, last_frame: int = 0) -> None:
         """Make it so; `applied` is the next frame to apply, `last_frame` and `last_crc` are the
@@ -201,13 +201,15 @@ class Index:
         The same object comes every time, armed anew.
         """
         tx = self._tx
-        if tx.open:
+        if tx._txn is not None:
             tx.abort()  # Ctrl-C came between its beginning and somebody's having it
-        try:
-            tx._arm()
-        except BaseException:
-            tx.abort()
-            raise
+        commits = tx._commits
+        if commits is None or commits[0] != tx._known_commits:
+            try:
+                tx._arm()
+            except BaseException:
+                tx.abort()
+                raise
         return tx
 
     def share(self, commits: memoryview[int]) -> None:

@@ -182,23 +182,25 @@ class Ask(Change):
             suspects: how many messages that were in a crash the process holds now; another one is
                 offered only if there is none, and then one.
         """
-        topic = self._topics.get(group.tid) or self._topic(group.tid)
-        order = topic.order
-        if len(order) == 1 and not (group.n_back or group.n_suspect):
-            priority = order[0]
+        if (
+            n == 1
+            and group.topic.order is group.order
+            and not (group.n_back or group.n_suspect or group.skipped)
+        ):
+            # Most often: the next one of the only queue, in the part that is at hand.
+            priority = group.lane >> 4
             place = group.cursor[priority] - group.part_start
             deltas = group.part.deltas
-            if n != 1 or group.lane >> 4 != priority or place >= len(deltas) or group.skipped:
-                return self._pick_queue(group, topic, priority, n, visible)
-            # Most often: the next one of the part of the queue that is at hand.
-            offset = group.part.base + deltas[place]
-            return [_new(Pick, (offset, priority, True, None))] if offset < visible else []
+            if place < len(deltas):
+                offset = group.part.base + deltas[place]
+                return [_new(Pick, (offset, priority, True, None))] if offset < visible else []
+        topic = self._topics.get(group.tid) or self._topic(group.tid)
         back = _Back(self, BACK, group, visible, now_us) if group.n_back else None
         suspect = None
         if group.n_suspect and suspects <= 0:
             suspect = _Back(self, SUSPECT, group, visible, now_us)
         cursor, tails = group.cursor, topic.tails
-        queues = [p for p in order if cursor[p] < tails[p]]
+        queues = [p for p in topic.order if cursor[p] < tails[p]]
         if back is None and suspect is None and len(queues) <= 1:
             return self._pick_queue(group, topic, queues[0], n, visible) if queues else []
         return self._pick_merged(group, topic, n, visible, suspects, back, suspect)

@@ -162,7 +162,7 @@ class Change(Moves):
         return dict(msgpack.unpackb(value)) if value is not None else {}
 
     def _set_options(self, values: dict[str, Any]) -> None:
-        self._touched = True
+        self._must_commit()
         self._put(OPTIONS, msgpack.packb(values))
 
     def _option(self, said: Option, offset: int, time_us: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from struct import Struct
+from struct import error as struct_error
 from typing import Any, Final, TypeAlias
 
 import lmdb
@@ -82,35 +83,31 @@ _FLAGS: Final = itemgetter(1)  # of an item of a DELIVER
 class Fold(Keep):
     """Applies records; what it cannot read is noted as damage and passed over."""
 
-    def apply(self, told: Iterable[Told]) -> None:
-        """Fold records.
+    def apply(self, told: Iterable[Told], *, is_all: bool = True) -> None:
+        """Fold records; leases wait in memory for those that follow unless that `is_all`.
 
         Raises:
             IndexFullError: the transaction is over, nothing of it is in the index.
         """
         try:
-            self._fold(told)
-            if self._in_use:
+            for offset, time_us, parts in told:
+                record = parts[0] if len(parts) == 1 else b"".join(parts)
+                kind = record[0] if record else 0
+                if kind == ACK:
+                    self._ack(offset, time_us, record)
+                elif kind == DELIVER:
+                    self._deliver(offset, time_us, record)
+                elif kind == PUT:
+                    self._put_message(offset, time_us, record)
+                else:
+                    self._write_leases()  # it may look for them; the group may be gone then
+                    self._apply_rare(offset, time_us, record)
+            if self._in_use and is_all:
                 self._write_leases()
         except lmdb.Error as error:
             raise self._failed(error) from error
 
-    def _fold(self, told: Iterable[Told]) -> None:
-        """Fold records; leases of plain messages stay in memory, and are written later."""
-        for offset, time_us, parts in told:
-            record = parts[0] if len(parts) == 1 else b"".join(parts)
-            kind = record[0] if record else 0
-            if kind == ACK:
-                self._ack(offset, time_us, record)
-            elif kind == DELIVER:
-                self._deliver(offset, time_us, record)
-            elif kind == PUT:
-                self._put_message(offset, time_us, record)
-            else:
-                self._write_leases()  # it may look for them; the group may be gone then
-                self._fold_rare(offset, time_us, record)
-
-    def _fold_rare(self, offset: int, time_us: int, record: Readable) -> None:
+    def _apply_rare(self, offset: int, time_us: int, record: Readable) -> None:
         """Fold one record of those that are not most of a log."""
         try:
             said = rec.unpack(record)
@@ -273,10 +270,11 @@ class Fold(Keep):
 
     def _ack(self, offset: int, time_us: int, record: Readable) -> None:
         """Settle a message."""
-        if len(record) < _ACK_SIZE:
+        try:
+            gid, message = _unpack_ack(record)
+        except struct_error:
             self._reject(offset, "an ACK that is too short")
             return
-        gid, message = _unpack_ack(record)
         group = self._groups.get(gid) or self.group(gid)
         if group is None:
             return

@@ -401,7 +401,7 @@ class Keep(Notes):
             left -= self._drop_of_done(RESULT, group.gid, offset, left)
             left -= self._drop_of_done(DELIVERED, group.gid, offset, left)
             left -= self._drop_purged(group.gid, offset, left)
-        self._touched = True
+        self._must_commit()
         return left > 0
 
     def _drop_queues(self, topic: TopicState, offset: int) -> int:

@@ -81,13 +81,15 @@ class Many(Fold):
             for one in found:
                 if not isinstance(one, Stretch):
                     _, end, time_us, _, _, records = one
-                    self._fold([(offset, time_us, (record,)) for offset, record in records])
+                    told = [(offset, time_us, (record,)) for offset, record in records]
+                    self.apply(told, is_all=False)
                     continue
                 end = one.end
                 if len(one.places) > _FEW:
                     self._fold_stretch(one)
                 else:
-                    self._fold((offset, when, (record,)) for offset, when, record in one.records())
+                    told = [(offset, when, (record,)) for offset, when, record in one.records()]
+                    self.apply(told, is_all=False)
                 if sum(len(group.fresh) for group in self._changed_groups.values()) > _MOST_FRESH:
                     self._write_leases()
             if self._in_use:
@@ -145,7 +147,7 @@ class Many(Fold):
             size = settled = 0
             begun = spot
             record = data[place + ENVELOPE_BYTES : end]
-            self._fold(((base + place, stretch.time_us(place), (record,)),))
+            self.apply(((base + place, stretch.time_us(place), (record,)),), is_all=False)
             kind = head & 255
             if kind == PUT:
                 filling, put_head = self._filling(head, stretch.end), _NO_HEAD

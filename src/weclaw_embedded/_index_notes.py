@@ -15,7 +15,7 @@ class Notes(Change):
     """Folds OWNER and DAMAGED, and answers for them."""
 
     def _name_owner(self, said: Owner, offset: int, time_us: int) -> None:
-        self._touched = True
+        self._must_commit()
         self._put(key_u64(OWNER_NAME, said.token), said.name.encode())
 
     def owner_name(self, token: int) -> str:
@@ -33,7 +33,7 @@ class Notes(Change):
 
     def note_damage(self, offset: int, reason: str) -> None:
         """Remember a place of the log that could not be read."""
-        self._touched = True
+        self._must_commit()
         self._put(key_u64(DAMAGE, offset), reason.encode())
 
     def damage(self) -> list[tuple[int, str]]:
@@ -45,5 +45,5 @@ class Notes(Change):
     def forget_damage(self, offsets: list[int]) -> None:
         """Forget places that a repair is done with."""
         for offset in offsets:
-            self._touched = True
+            self._must_commit()
             self._delete(key_u64(DAMAGE, offset))

@@ -397,6 +397,9 @@ class TopicState:
         return topic
 
 
+_NO_TOPIC: Final = TopicState(0, "")
+
+
 class GroupState:
     """A group: how far it is in the position queues, and how many messages it has where.
 
@@ -409,7 +412,8 @@ class GroupState:
     `part` is the part of a position queue that the group read last, which begins at the index
     `part_start`, and `lane` says of which queue: the priority and that it is from the queue, as the
     items of a DELIVER do.  Once it was right it stays so: entries are only ever added behind the
-    last, and a part that is full never changes.
+    last, and a part that is full never changes.  `topic` is that of the queue, and `order` what its
+    order was if it had no other queue.
     """
 
     __slots__ = (
@@ -427,6 +431,7 @@ class GroupState:
         "n_wait",
         "name",
         "next_deadline_ns",
+        "order",
         "part",
         "part_start",
         "pause_reason",
@@ -438,6 +443,7 @@ class GroupState:
         "start",
         "text",
         "tid",
+        "topic",
     )
 
     def __init__(self, tid: int, gid: int, name: str, start: int = 0, created: int = 0) -> None:
@@ -469,6 +475,8 @@ class GroupState:
         self.part = _NO_PART
         self.part_start = 0
         self.lane = -1
+        self.topic: TopicState = _NO_TOPIC
+        self.order: tuple[int, ...] | None = None
 
     @property
     def n_leased(self) -> int:

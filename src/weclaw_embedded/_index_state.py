@@ -77,6 +77,7 @@ class State:
         # groups. And the leases of plain messages that it has, as far as they are known.
         self._behind: dict[bytes, bytes | None] = {}
         self._plain: dict[int, set[int]] = {}
+        self.stored = 0  # so far LMDB has it
         self._wait()
         self._topics: dict[int, TopicState] = {}
         self._groups: dict[int, GroupState] = {}
@@ -91,7 +92,6 @@ class State:
         self._sequence = 0
         self._shape = 0
         self.applied = 0
-        self.stored = 0  # so far LMDB has it
         self.last_crc = 0
         self.last_frame = 0
 
@@ -124,12 +124,13 @@ class State:
         )
 
     def _arm(self) -> None:
-        """Be ready for one transaction; LMDB's own begins when something is asked of it."""
+        """Be ready for one transaction when others may have committed; LMDB's own begins when
+        something is asked of it.
+        """
+        self._recall()
         if self._commits is None:
-            self._recall()
             self._use_rows()
-        elif self._commits[0] != self._known_commits:
-            self._recall()
+        else:
             self._known_commits = self._commits[0]
 
     def _wait(self) -> None:
@@ -137,6 +138,7 @@ class State:
         self._txn: lmdb.Transaction[bytes] | None = None
         self._seen: lmdb.Cursor[bytes] | None = None
         self._in_use = False
+        self._may_keep()
         for name in ("_get", "_put", "_pop", "_delete"):
             self.__dict__.pop(name, None)
 
@@ -159,6 +161,7 @@ class State:
         """Rows of messages are read and written from now on: LMDB gets what is not yet there."""
         txn = self._open()
         self._in_use = True
+        self._keep_to = -1
         # From now on the methods are LMDB's own, until `_wait`.
         self.__dict__.update(_get=txn.get, _put=txn.put, _pop=txn.pop, _delete=txn.delete)
         try:
@@ -212,6 +215,7 @@ class State:
         if head is None:
             self.applied = self.last_crc = self._sequence = self._shape = self.last_frame = 0
             self.stored = 0
+            self._may_keep()
             self._forget()
             return
         (
@@ -222,6 +226,7 @@ class State:
             self.last_frame,
         ) = HEAD_ROW.unpack(head)
         self.stored = self.applied
+        self._may_keep()
         if self._sequence != self._known_sequence or self.applied != before:
             self._forget()
         if self._shape != self._known_shape:
@@ -232,12 +237,7 @@ class State:
         """Leave what was learned in memory alone, if that will do for now; False if it is to be
         committed. `applied` is the next frame to apply.
         """
-        if (
-            self._in_use
-            or self._touched
-            or self._commits is None
-            or applied - self.stored > _MOST_AHEAD_BYTES
-        ):
+        if applied > self._keep_to:
             return False
         txn = self._txn
         if txn is not None:
@@ -245,6 +245,15 @@ class State:
             txn.abort()  # it was only looked at
         self.applied = applied
         return True
+
+    def _may_keep(self) -> None:
+        """From here on memory may be ahead of LMDB, so far; not at all where nobody could tell."""
+        self._keep_to = self.stored + _MOST_AHEAD_BYTES if self._commits is not None else -1
+
+    def _must_commit(self) -> None:
+        """What changed must not be left in memory alone."""
+        self._touched = True
+        self._keep_to = -1
 
     def _forget(self) -> None:
         """Drop what is known of the index, full chunks excepted."""
@@ -320,7 +329,7 @@ class State:
     @meta.setter
     def meta(self, values: dict[str, object]) -> None:
         self._meta = values
-        self._touched = True
+        self._must_commit()
         self._put(META, msgpack.packb(values))
 
     # Rows of LMDB
@@ -438,7 +447,7 @@ class State:
     def _reshape(self) -> None:
         """Topics or groups came or went: what other processes know of them is over."""
         self._shape = self._known_shape = (self._shape + 1) % 2**32
-        self._touched = True
+        self._must_commit()
 
     def _new_topic(self, tid: int, name: str) -> TopicState:
         topic = self._topics[tid] = TopicState(tid, name)
@@ -527,6 +536,8 @@ class State:
             group.lane = priority << 4 | FROM_QUEUE
             group.part = part
             group.part_start = number * CHUNK_ENTRIES
+            group.topic = topic
+            group.order = topic.order if len(topic.order) == 1 else None
         return part
 
     def _entry(self, topic: TopicState, priority: int, index: int) -> int:
