@@ -124,8 +124,7 @@ def write_now(
         io_of(engine).sync_soon(tail)
         return result, tail
     if queue._policy == BATCH:
-        options = queue._store._options
-        engine.flush_later(options.flush_interval_ms, options.flush_messages, 1)
+        engine.flush_later(queue._store._options, 1)
     return result, 0
 
 
@@ -177,7 +176,7 @@ async def commit(
     )
     ids: list[str] = await io_of(engine).wait(call)
     if queue._policy == BATCH:
-        queue._flush_later(engine, len(puts))
+        engine.flush_later(queue._store._options, len(puts))
     return ids
 
 

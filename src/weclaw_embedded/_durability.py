@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from . import _files
 from ._opening import WRITE
+from ._options import StoreOptions
 from ._shared import (
     FAILED,
     FEED_PIPE,
@@ -161,15 +162,18 @@ class Durability:
         """Everything written so far is on stable storage when this returns."""
         self.durable(self.page.words[TAIL])
 
-    def flush_later(self, interval_ms: float, messages: int, count: int) -> None:
-        """Promise of `batch`: a sync after `interval_ms` or `messages`, whichever is first."""
-        self._unsynced += count
-        if self._unsynced >= messages:
+    def flush_later(self, options: StoreOptions, n: int) -> None:
+        """Promise of `batch`: what was written, `n` messages among it, is forced to disk after
+        `flush_interval_ms` or `flush_messages` of the handle's options, whichever is first.
+        """
+        self._unsynced += n
+        if self._unsynced >= options.flush_messages:
             self._unsynced = 0
             self.timer.call_at(0.0, self._flush_quietly)
         elif not self.flush_is_due:
             self.flush_is_due = True
-            self.timer.call_at(time.monotonic() + interval_ms / 1000, self._timed_flush)
+            due_s = time.monotonic() + options.flush_interval_ms / 1000
+            self.timer.call_at(due_s, self._timed_flush)
 
     def _timed_flush(self) -> None:
         self.flush_is_due = False

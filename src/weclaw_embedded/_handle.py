@@ -70,7 +70,7 @@ class Handle:
         engine = self._writable()
         result = engine.execute(operation, *args)
         if self._policy == BATCH:
-            self._flush_later(engine, 0)
+            engine.flush_later(self._store._options, 0)
         return result
 
     def _writable(self) -> Engine:
@@ -163,11 +163,6 @@ class Handle:
                 on_dead(self.dlq._at(offset))
             except Exception:
                 logger.exception("on_dead failed for the message at offset %d", offset)
-
-    def _flush_later(self, engine: Engine, n: int) -> None:
-        """`batch`: what was written, `n` messages among it, is forced to disk in time."""
-        options = self._store._options
-        engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
 
     def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
         engine.wait(waiter, until_s)

@@ -479,8 +479,7 @@ class Io:
             else:
                 self._after_op(turn, job, owner, to_sync)
         for queue, n in turn.puts.items():
-            options = queue._store._options
-            self._engine.flush_later(options.flush_interval_ms, options.flush_messages, n)
+            self._engine.flush_later(queue._store._options, n)
         if to_sync:
             with self._lock:
                 self._to_sync.extend(to_sync)

@@ -284,7 +284,7 @@ class Message(Told):
     def _execute(self, engine: Engine, operation: Callable[..., T], *args: Any) -> T:
         result = engine.execute(operation, *args)
         if self._queue._policy == BATCH and not engine.flush_is_due:
-            self._queue._flush_later(engine, 0)
+            engine.flush_later(self._queue._store._options, 0)
         return result
 
     def _died(self) -> None:

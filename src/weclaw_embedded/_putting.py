@@ -27,7 +27,7 @@ from ._delivery import (
 )
 from ._session import SYNC, Session
 from ._settling import hold, let_go
-from ._shared import EVERYBODY, mask_of
+from ._shared import EVERYBODY, OPTIONS_SEQ, mask_of
 from ._taking import sweep
 from ._wake import Waiter
 from .errors import Full, LeaseLostError, MessageTooLargeError
@@ -58,14 +58,16 @@ def put(
     `waiter` registered before the lock is given back. Offsets of messages that ran out, and so
     made room, are added to `dead`.
     """
-    session.check_writable()
+    if not session.may_write:
+        session.check_writable()
     tid, records = topic_of(session, address.topic)
     ids: list[str | None] = []
-    fresh: Sequence[Encoded] = messages
+    fresh = messages
     for _, terms in messages:
         if terms.id is not None:
             fresh, ids = _without_known(session, tid, messages)
             break
+    offsets: Sequence[int] = ()
     if fresh:
         first = len(records)
         try:
@@ -73,22 +75,22 @@ def put(
                 n = sum(len(bodies) for bodies, _ in fresh)
                 _check_room(session, address, n, maxsize, [] if dead is None else dead)
             records += _put_records(session, tid, fresh)
-            offsets = _append_puts(session, records, policy)[first:]
+            offsets = _append_puts(session, records, policy)
         except NoRoom:
             if waiter is not None:
                 wait_settled(session, -1, waiter)
             raise
-        if ids:
-            said = chain.from_iterable([terms.id] * len(bodies) for bodies, terms in fresh)
-            offsets = [offset for offset, id in zip(offsets, said, strict=True) if id is None]
-        made = _ids_of(session, offsets)
-    else:
-        made = []
-    session.must_sync |= policy >= session.sync_from
+        if first:
+            offsets = offsets[first:]
+    if policy >= session.sync_from:
+        session.must_sync = True
     if not ids:
-        return made
-    rest = iter(made)
-    return [known if known is not None else next(rest) for known in ids]
+        return _ids_of(session, offsets)
+    said = chain.from_iterable([terms.id] * len(bodies) for bodies, terms in fresh)
+    made = iter(
+        _ids_of(session, [offset for offset, id in zip(offsets, said, strict=True) if id is None])
+    )
+    return [known if known is not None else next(made) for known in ids]
 
 
 def _without_known(
@@ -122,19 +124,24 @@ def _put_records(session: Session, tid: int, messages: Sequence[Encoded]) -> lis
     records: list[_records.Record] = []
     before: Terms | None = None
     start: _records.Record = ()
+    n = 0
     for bodies, terms in messages:
-        session.put_n += len(bodies)
         if terms is not before:
             before = terms
-            if 0 < terms.delay_us < _SOON_US:
-                session.put_n = EVERYBODY  # so that they know when it is due
-            plain = terms.plain and not skew_us
-            meta = b"" if plain else _pack_meta(terms, session.now_us, skew_us)
-            start = _records.pack_put(terms.priority, terms.codec, tid, meta, b"")[:-1]
+            if terms.plain and not skew_us:
+                start = _records.plain_start(terms.codec, tid)
+            else:
+                if 0 < terms.delay_us < _SOON_US:
+                    n = EVERYBODY  # so that they know when it is due
+                meta = _pack_meta(terms, session.now_us, skew_us)
+                start = _records.pack_put(terms.priority, terms.codec, tid, meta, b"")[:-1]
         if len(bodies) == 1:
+            n += 1
             records.append((*start, bodies[0]))
         else:
+            n += len(bodies)
             records += zip(*map(repeat, start), bodies, strict=False)
+    session.put_n += n
     return records
 
 
@@ -175,7 +182,10 @@ def _check_room(session: Session, address: Address, n: int, maxsize: int, dead: 
 
 
 def _append_puts(session: Session, records: list[_records.Record], policy: int) -> list[int]:
-    limit = session.option("max_bytes")
+    engine = session.engine
+    if engine.options_seen != session.page.words[OPTIONS_SEQ]:
+        session.options()
+    limit = engine.effective["max_bytes"]
     if limit is not None:
         _check_bytes(session, records, limit)
     return session.append(records, policy, puts=True, spare=False)
@@ -200,28 +210,37 @@ def _check_bytes(session: Session, records: list[_records.Record], limit: int) -
 
 def _ids_of(session: Session, offsets: Sequence[int]) -> list[str]:
     """The ids we make of messages at these offsets, which rise."""
-    engine = session.engine
+    if len(offsets) == 1:
+        return [_form_of(session, offsets[0]) % offsets[0]]
     bits = session.log.bits
     ids: list[str] = []
     start = 0
     while start < len(offsets):
-        segment, form = engine.last_ids
-        if offsets[start] >> bits != segment:
-            segment = offsets[start] >> bits
-            form = f"%014x{digest_of(session.log.salt(offsets[start]))} "
-            engine.last_ids = (segment, form)
-        end = bisect_left(offsets, segment + 1 << bits, start)
+        first = offsets[start]
+        form = _form_of(session, first) + " "
+        end = bisect_left(offsets, (first >> bits) + 1 << bits, start)
         # In one step for all of a segment: put_many lives here.
         ids += (form * (end - start) % (*offsets[start:end],)).split()
         start = end
     return ids
 
 
+def _form_of(session: Session, offset: int) -> str:
+    """How the id of a message at this offset is written."""
+    engine = session.engine
+    segment = offset >> session.log.bits
+    last, form = engine.last_ids
+    if last != segment:
+        form = f"%014x{digest_of(session.log.salt(offset))}"
+        engine.last_ids = (segment, form)
+    return form
+
+
 def check_size(messages: Sequence[Encoded], limit: int) -> int:
     """Refuse what is too large before anything is written; how many bytes it is together."""
     total = 0
     for bodies, _ in messages:
-        total += sum(map(len, bodies))
+        total += len(bodies[0]) if len(bodies) == 1 else sum(map(len, bodies))
     if total <= limit <= MAX_PUT_MANY_BYTES:
         return total
     size = max(max(map(len, bodies)) for bodies, _ in messages)

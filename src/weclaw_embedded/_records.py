@@ -20,6 +20,7 @@ the bytes it is given warrant, and does not know at which offset they stood.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -130,6 +131,12 @@ def pack_put(priority: int, codec: int, tid: int, meta: bytes, body: bytes) -> R
         return (PUT_HEAD.pack(PUT, priority << 4 | codec, size, tid) + meta, body)
     head = PUT_HEAD.pack(PUT, priority << 4 | codec, _LONG_META, tid)
     return (head + _U32.pack(size), meta, body)
+
+
+@functools.lru_cache(maxsize=256)
+def plain_start(codec: int, tid: int) -> Record:
+    """Return what comes before the body of a PUT of which nothing is said."""
+    return pack_put(0, codec, tid, b"", b"")[:-1]
 
 
 def pack_deliver(

@@ -195,8 +195,7 @@ class Queue(_Generic[T]):
         if core.queue._policy >= SYNC or job.must_sync:
             io_of(engine).sync_soon(tail)
         elif core.queue._policy == BATCH:
-            options = core.store._options
-            engine.flush_later(options.flush_interval_ms, options.flush_messages, 1)
+            engine.flush_later(core.store._options, 1)
 
     # -- get -------------------------------------------------------------------------------------
 

@@ -318,22 +318,22 @@ class Queue(Asking):
     def _put(self, messages: Sequence[Encoded], block: bool, timeout: float | None) -> list[str]:
         engine = self._writable()
         _putting.check_size(messages, engine.option("max_message_bytes"))
-        until_s = deadline_of(block, timeout)
+        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         waiter: Waiter | None = None
         may_reclaim = True  # settled space is freed before anything is refused
         while True:
+            dead: list[int] = []
             try:
-                dead: list[int] = []
                 ids = engine.execute_together(
                     _putting.put, self._address, messages, self._policy, self.maxsize, waiter, dead
                 )
-                if dead:
-                    self._remember_dead(dead)
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
+            if dead:
+                self._remember_dead(dead)
             if self._policy == BATCH:
-                self._flush_later(engine, len(ids))
+                engine.flush_later(self._store._options, len(ids))
             return ids
 
     def _no_room(
@@ -527,7 +527,7 @@ class Queue(Asking):
                 continue
             self._remember_dead(dead)
             if self._policy == BATCH:
-                self._flush_later(engine, len(puts))
+                engine.flush_later(self._store._options, len(puts))
             return ids
 
     # -- the end -----------------------------------------------------------------------------------

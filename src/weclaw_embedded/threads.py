@@ -134,8 +134,7 @@ class Queue(_Generic[T]):
                 self._sleep(waiter, until_s)
                 continue
             if policy == BATCH:
-                options = core.store._options
-                core.engine.flush_later(options.flush_interval_ms, options.flush_messages, 1)
+                core.engine.flush_later(core.store._options, 1)
             return
 
     def put_nowait(self, item: T) -> None:
