@@ -14,7 +14,6 @@ It knows nothing of messages, and nothing of what the words mean to the log.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import secrets
@@ -99,9 +98,8 @@ class SharedPage(LogState):
             size = os.fstat(self._fd).st_size
             if size < _SLOTS_AT + 8 * SLOTS_STEP or (size - _SLOTS_AT) % 8:
                 raise ValueError("the shared page has a wrong size")
-            self._map = mmap.mmap(self._fd, _SLOTS_AT, access=self._access)
-            self.words = memoryview(self._map).cast("Q")
-            self._slots_map: mmap.mmap | None = None
+            # (A mapping goes with the last view of it.)
+            self.words = memoryview(mmap.mmap(self._fd, _SLOTS_AT, access=self._access)).cast("Q")
             self.slots = memoryview(b"").cast("Q")
             self.refresh_slots()
         except BaseException:
@@ -171,10 +169,9 @@ class SharedPage(LogState):
         n_bytes = os.fstat(self._fd).st_size - _SLOTS_AT
         if n_bytes == len(self.slots) * 8:
             return
-        fresh = mmap.mmap(self._fd, n_bytes, access=self._access, offset=_SLOTS_AT)
-        self.slots = memoryview(fresh).cast("Q")
-        # The old one goes with the last view of it, which another thread may be using.
-        self._slots_map = fresh
+        # From the beginning of the file on: where else a mapping may begin is each system's own.
+        whole = memoryview(mmap.mmap(self._fd, _SLOTS_AT + n_bytes, access=self._access))
+        self.slots = whole[_SLOTS_AT:].cast("Q")
 
     def grow_slots(self, n: int) -> None:
         """Make room for at least `n` slots. The caller holds the write lock."""
@@ -339,9 +336,12 @@ class SharedPage(LogState):
         """Give or clear the token of a slot. The caller holds the write lock."""
         at = self._owners_at + slot * _OWNER_WORDS
         words = self.words
-        if words[at + READY] or words[at + SETTLED]:
-            words[WAITERS] -= 1
+        waited = words[at + READY] or words[at + SETTLED]
         words[at + READY] = words[at + SETTLED] = words[at + PINNED] = words[at + AWAITED] = 0
+        if waited:
+            # After the marks: whoever dies in between leaves a number that is too high, not one
+            # that is below 0 when the mark is taken again.
+            words[WAITERS] -= 1
         words[at] = token
         words[OWNERS_SEQ] += 1
         if token and slot >= words[OWNERS_HIGH]:
@@ -427,16 +427,11 @@ class SharedPage(LogState):
         return (found.st_dev, found.st_ino) == self.identity
 
     def close(self) -> None:
-        """Unmap. Whoever still looks, in a thread that is on its way out, sees the last state."""
-        words, slots = self.words, self.slots
-        self.words = memoryview(bytearray(words)).cast("Q")
-        self.slots = memoryview(bytearray(slots)).cast("Q")
-        with contextlib.suppress(BufferError):
-            words.release()
-            slots.release()
-            self._map.close()
-            if self._slots_map is not None:
-                self._slots_map.close()
+        """Let go of it. Whoever still looks, in a thread that is on its way out, sees the last
+        state, and what he holds of it goes with him.
+        """
+        self.words = memoryview(bytearray(self.words)).cast("Q")
+        self.slots = memoryview(bytearray(self.slots)).cast("Q")
         _files.close(self._fd)
 
 
