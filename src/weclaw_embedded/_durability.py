@@ -9,6 +9,7 @@ a file or scratch folder that is not where it was opened.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -129,11 +130,16 @@ class Durability:
         target = words[TAIL]
         self._unsynced = 0
         self.sync_file()
-        watch = self._sync_watch
-        if watch is None or watch.poll(0):
-            self._look_at_place(watch)
         pokes: list[int] = []
         with self._lock:
+            if self.closed:
+                # The descriptors may be somebody else's by now. Whoever closed has synced, too.
+                if words[COMMIT] < target:
+                    raise self._closed_meanwhile()
+                return
+            watch = self._sync_watch
+            if watch is None or watch.poll(0):
+                self._look_at_place(watch)
             try:
                 _files.lock(self.fd, WRITE, True)
                 if words[FAILED]:
@@ -156,7 +162,15 @@ class Durability:
         try:
             self.log.sync()
         except OSError as error:
+            if self.closed and error.errno == errno.EBADF:
+                raise self._closed_meanwhile() from None
             raise self.fail(f"a sync failed: {error}") from error
+
+    def _closed_meanwhile(self) -> ClosedError:
+        return ClosedError(
+            f"{self.path} was closed while this call waited for its sync; what it wrote is in "
+            "doubt; open it again, and put again with the same id"
+        )
 
     def flush(self) -> None:
         """Everything written so far is on stable storage when this returns."""

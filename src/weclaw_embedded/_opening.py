@@ -238,33 +238,45 @@ def _open_fd(
         return None
     directory = scratch_of(path)
     page = None if first else attach_page(directory, fd, header)
-    if page is None or page.words[FAILED]:
-        # Made only by one who is alone: others may still work with what was here before.
-        if not first:
-            # Not the conversion of the shared lock, which two could wait for at once.
-            _files.unlock(fd, IN_USE)
-            if not _files.try_lock(fd, IN_USE, True):
-                if page is not None or last_try:
-                    _refuse_attach(path, page)
-                return None
-        return _open_first(path, fd, header, directory, complete)
-    log = Log(fd, header, page)
-    index = Index.open(os.path.join(directory, INDEX_NAME), create=False)
-    slot, token = take_owner_slot(fd, page)
-    role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
+    if page is not None and not page.words[FAILED]:
+        return _attach(path, fd, header, directory, page)
+    failed = page is not None
+    if page is not None:
+        page.close()
+    # Made only by one who is alone: others may still work with what was here before.
+    if not first:
+        # Not the conversion of the shared lock, which two could wait for at once.
+        _files.unlock(fd, IN_USE)
+        if not _files.try_lock(fd, IN_USE, True):
+            if failed:
+                raise StoreFailedError(
+                    f"a write or sync of {path} has failed and processes still have it open; what "
+                    "was confirmed before is safe; open it again once all of them have closed"
+                )
+            if last_try:
+                raise LockedError(
+                    f"the scratch folder {directory} was deleted or replaced while processes have "
+                    f"{path} open; what they confirmed is in the file; open it again once they "
+                    "have closed"
+                )
+            return None
+    return _open_first(path, fd, header, directory, complete)
+
+
+def _attach(path: str, fd: int, header: FileHeader, directory: str, page: SharedPage) -> Opened:
+    """Join those who have the file open and the page with it."""
+    index: Index | None = None
+    try:
+        log = Log(fd, header, page)
+        index = Index.open(os.path.join(directory, INDEX_NAME), create=False)
+        role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
+        slot, token = take_owner_slot(fd, page)
+    except BaseException:
+        page.close()
+        if index is not None:
+            index.close(sync=False)
+        raise
     return Opened(path, fd, header, directory, page, log, index, slot, token, None, False, *role)
-
-
-def _refuse_attach(path: str, page: SharedPage | None) -> None:
-    if page is None:
-        raise LockedError(
-            f"the scratch folder {scratch_of(path)} was deleted or replaced while processes have "
-            f"{path} open; what they confirmed is in the file; open it again once they have closed"
-        )
-    raise StoreFailedError(
-        f"a write or sync of {path} has failed and processes still have it open; what was "
-        "confirmed before is safe; open it again once all of them have closed"
-    )
 
 
 def _current_identity(path: str) -> tuple[int, int, int] | None:

@@ -634,6 +634,73 @@ def test_a_disk_that_fails_while_opening_is_said_in_our_words(
         assert drain(q) == ([] if new else ["kept"])
 
 
+def test_an_opening_that_is_refused_leaves_nothing_open(path, failing_sync):
+    """Whoever asks again and again until the others have closed has no descriptor less."""
+    q = weclaw.Queue(path)
+    with Child(hold_open, path) as child:
+        child.hear()
+        failing_sync["fail"] = True
+        with pytest.raises(weclaw.StoreFailedError):
+            q.put("in doubt")
+        q.close()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            with pytest.raises(weclaw.StoreFailedError):
+                weclaw.Queue(path)
+        assert len(os.listdir("/proc/self/fd")) == before
+        child.say("close")
+        child.end()
+
+
+def hold_open(pipe, path):
+    with weclaw.Queue(path):
+        pipe.send("open")
+        pipe.recv()
+
+
+def test_a_put_that_comes_too_late_for_the_close_touches_nothing(path, monkeypatch):
+    """Its sync ends when the file is closed: it is told so, and leaves the descriptor alone."""
+    from weclaw_embedded import _files
+    from weclaw_embedded._records import pack_clean
+
+    q = weclaw.Queue(path)
+    engine = q._store._engine
+    real, begun, goes_on, told = _files.sync_data, threading.Event(), threading.Event(), []
+
+    def sync_data(fd):
+        if threading.current_thread() is late:
+            begun.set()
+            assert goes_on.wait(30)
+        real(fd)
+
+    def append(session):
+        session.append([pack_clean()])
+        session.must_sync = True
+
+    def put():
+        try:
+            told.append(engine.execute(append))
+        except (weclaw.WeclawError, OSError, ValueError) as error:
+            told.append(error)
+
+    def stop():  # after the last flush, before the file is closed
+        late.start()
+        assert begun.wait(30)
+        stop_threads()
+
+    late, stop_threads = threading.Thread(target=put), engine._stop_threads
+    monkeypatch.setattr(_files, "sync_data", sync_data)
+    monkeypatch.setattr(engine, "_stop_threads", stop)
+    q.close()
+    touched = []
+    for name in ("lock", "unlock"):
+        monkeypatch.setattr(_files, name, lambda *args, name=name: touched.append(name))
+    goes_on.set()
+    late.join()
+    assert [type(one) for one in told] == [weclaw.ClosedError]
+    assert not touched
+
+
 def test_an_opening_that_fails_at_its_end_leaves_nothing_open(path, monkeypatch):
     """The index could not be made anew: the next opening in the same process can."""
     from weclaw_embedded._folding import Folding
