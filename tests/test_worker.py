@@ -269,16 +269,17 @@ def test_a_worker_that_was_stopped_before_it_ran_takes_nothing(open_queue):
 def test_run_async_works_inside_a_loop_and_hands_back_when_cancelled(open_queue):
     """Beside other tasks of a loop; a cancelled worker's message is ready at once, uncounted."""
     q = open_queue()
-    id = q.put("x")
+    q.put("x")
+    begun = asyncio.Event()  # what is leased, and not yet the handler's, is no delivery
 
     async def handler(msg):
+        begun.set()
         await asyncio.sleep(60)
 
     async def main():
         aq = weclaw.AsyncQueue(q._store.path)
         working = asyncio.create_task(weclaw.Worker(aq, handler).run_async())
-        while await aq.status(id) != "leased":
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(begun.wait(), 10)
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working

@@ -144,7 +144,7 @@ class AsyncQueue:
         # The same as `Io.wait`, written out: the way of most puts.
         io.submit(call)
         try:
-            ids: list[str] = await call.future  # type: ignore[misc]  # it has a loop
+            ids: list[str] = await call
         except BaseException:
             io.abandon(call)
             raise

@@ -127,9 +127,8 @@ class Io:
     async def wait(self, call: Call) -> Any:
         """Submit a call of the running loop and wait for its answer."""
         self.submit(call)
-        assert call.future is not None
         try:
-            return await call.future
+            return await call
         except BaseException:
             self.abandon(call)
             raise
@@ -156,7 +155,7 @@ class Io:
         if call.leases and call.claim():
             self.undo(call.leases)
         elif call.unwanted is not None and call.claim():
-            call.unwanted(call.result)
+            call.unwanted(call.value)
 
     def undo(self, leases: Sequence[Lease]) -> None:
         """Deliveries that nobody ever saw are none."""
@@ -511,17 +510,17 @@ class Io:
                 call.error = error
             elif call.finish is not None:
                 try:
-                    call.result = call.finish(result)
+                    call.value = call.finish(result)
                 except Exception as failed:  # noqa: BLE001  the caller's own
                     call.error = failed
             else:
-                call.result = result
+                call.value = result
             call.over = True
             self._if_cancelled(call)
         else:
             ids = iter(result)
             for call in cast("list[PutCall]", calls):
-                call.result = list(islice(ids, call.n))
+                call.value = list(islice(ids, call.n))
                 call.over = True
                 if call.cancelled:
                     self._give_back(call)
@@ -593,7 +592,7 @@ class Io:
             mine = made[at : at + call.n]
             at += len(mine)
             calls.popleft()
-            call.result = [what for _, what in mine]
+            call.value = [what for _, what in mine]
             call.leases = [lease for lease, _ in mine]
             call.over = True
             self._hand_over(turn, call)
@@ -691,7 +690,7 @@ class Io:
                         logger.debug("%s: %s", self._engine.path, call.error)
                 continue
             try:
-                loop.call_soon_threadsafe(_set_results, some)
+                loop.call_soon_threadsafe(_wake_tasks, some)
             except RuntimeError:  # the loop is closed
                 for call in some:
                     self._give_back(call)
@@ -733,16 +732,19 @@ class Io:
                 thread.join()
 
 
-def _set_results(calls: Sequence[Call]) -> None:
-    """On the loop: answer the tasks. One that was cancelled meanwhile gives back what it got."""
-    for call in calls:
-        future = call.future
-        if future is None or future.done():
-            continue
-        if call.error is None:
-            future.set_result(call.result)
-        else:
-            future.set_exception(call.error)
+def _wake_tasks(calls: Sequence[Call]) -> None:
+    """On the loop: let the tasks run on, one after the other. One that was cancelled meanwhile
+    gives back what it got.
+    """
+    waiting = iter(calls)
+    try:
+        for call in waiting:
+            call.wake()
+    except BaseException:
+        # Ctrl-C in one of the tasks ends this round of the loop, and not the others.
+        for call in waiting:
+            call.end(None)
+        raise
 
 
 def _undo(session: Session, waiter: Waiter | None, leases: list[Lease]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from . import _putting
@@ -66,12 +67,16 @@ class Source(Protocol):
 class Call:
     """Something one task waits for. Most of what it may have is the same for most: the defaults
     stand in the class, because making calls is half of what a put costs the loop.
+
+    It is awaited itself. To its task it is a future, by the names that tasks know futures by; but
+    when it is answered the task runs on at once, in the callback that answers the whole group, and
+    not by a callback of its own in the next round of the loop.
     """
 
-    result: Any = None
+    value: Any = None
     error: BaseException | None = None
     leases: list[Lease] | None = None
-    # Called with the result of what was done, when the task was cancelled meanwhile.
+    # Called with the value, when the task was cancelled meanwhile.
     unwanted: Callable[[Any], None] | None = None
     cancelled = False
     over = False  # answered, or given up in the I/O thread
@@ -83,9 +88,68 @@ class Call:
     since_s = 0.0  # when it began to wait for the replica
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None, until_s: float | None) -> None:
-        self.loop = loop
-        self.future: asyncio.Future[Any] | None = None if loop is None else loop.create_future()
+        self.loop = loop  # None: nobody awaits it
         self.until_s = until_s  # None: for ever; 0.0: no waiting
+
+    # What a task asks of a future. On the loop.
+
+    _asyncio_future_blocking = False
+    _runs_on = False  # its task does, or will in the next round of the loop
+    _ended_by: BaseException | None = None
+    _wakeup: Callable[[Any], object]
+    _context: Context
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        self._asyncio_future_blocking = True
+        yield self
+        return self.value
+
+    def get_loop(self) -> asyncio.AbstractEventLoop | None:
+        return self.loop
+
+    def add_done_callback(self, wakeup: Callable[[Any], object], *, context: Context) -> None:
+        """Of the task, once, when it begins to wait."""
+        self._wakeup = wakeup
+        self._context = context
+
+    def result(self) -> None:
+        """Whether the task is to run on with an exception."""
+        if self.error is not None and self._ended_by is None:
+            raise self.error
+        # It must not hold the exception that holds its frame: only a collection would end that.
+        ended, self._ended_by = self._ended_by, None
+        try:
+            if ended is not None:
+                raise ended
+        finally:
+            del ended
+
+    def done(self) -> bool:
+        return self._runs_on
+
+    def cancel(self, msg: Any = None) -> bool:
+        """The task was cancelled. False when it runs on already."""
+        return self.end(asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg))
+
+    def end(self, error: BaseException | None) -> bool:
+        """End the wait, with an exception or without. False when the task runs on already."""
+        if self._runs_on:
+            return False
+        self._ended_by = error
+        self.wake_soon()
+        return True
+
+    def wake_soon(self) -> None:
+        """Let the task run on, in the next round of the loop."""
+        assert self.loop is not None
+        self._runs_on = True
+        self.loop.call_soon(self._wakeup, self, context=self._context)
+
+    def wake(self) -> None:
+        """Let the task run on, here and now, unless it does. Not from within another task."""
+        if not self._runs_on:
+            self._runs_on = True
+            self._context.run(self._wakeup, self)
 
     @property
     def hurries(self) -> bool:
@@ -157,7 +221,6 @@ class PutCall(Op):
         plain: bool,
     ) -> None:
         self.loop = loop
-        self.future = loop.create_future()
         self.until_s = until_s
         self.queue = self.room = queue
         self.messages = messages

@@ -393,12 +393,5 @@ def _answer_now(call: Call, answer: BaseException | None) -> None:
 
 
 def _set(call: Call, answer: BaseException | None) -> None:
-    future = call.future
-    assert future is not None
-    if future.done():
-        return
-    call.cancelled = True  # the I/O thread need not go on with it
-    if answer is None:
-        future.set_result(None)
-    else:
-        future.set_exception(answer)
+    if call.end(answer):
+        call.cancelled = True  # the I/O thread need not go on with it
