@@ -337,6 +337,26 @@ def test_a_reader_of_freed_and_reused_space_gets_lookup_error(path: Path) -> Non
         _files.close(log.fd)
 
 
+def test_a_record_whose_rest_is_freed_while_it_is_read_is_gone_and_not_damaged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads a record over two segments is told that it is no longer kept, and of no damage."""
+    with opened(path) as (log, _):
+        (offset,) = put(log, b"x" * 100_000)
+        assert log.read(offset) == b"x" * 100_000
+        put(log, b"y" * 100_000)
+        real = _files.read_at
+
+        def read_at(*args: int, **how: bool) -> bytes:
+            monkeypatch.undo()
+            log.free(offset + 100_000 >> log.bits)
+            return bytes(len(real(*args, **how)))
+
+        monkeypatch.setattr(_files, "read_at", read_at)
+        with pytest.raises(LookupError):
+            log.read(offset)
+
+
 def test_what_is_freed_while_it_is_checked_is_no_damage(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

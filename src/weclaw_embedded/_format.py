@@ -52,7 +52,9 @@ __all__ = [
     "MAX_SEGMENT_BYTES",
     "MIN_SEGMENT_BYTES",
     "NO_WAIT",
+    "ONLY_ENVELOPE",
     "PART",
+    "PART_AND_ENVELOPE",
     "PART_BYTES",
     "PART_TAIL",
     "PART_WITH_ENVELOPE",
@@ -111,11 +113,15 @@ PART_BYTES = PART.size
 ENVELOPE = Struct("<II")
 ENVELOPE_BYTES = ENVELOPE.size
 REST = Struct("<I")
-# The shapes the hot paths use: a part and its first envelope at once, the same without the
-# checksum, which covers all of it, and an envelope with the first bytes of its record.
+# The shapes the hot paths use: a part and its first envelope at once, the same with the envelope
+# as one number, the same without the checksum, which covers all of it, and an envelope with the
+# first bytes of its record.
 PART_WITH_ENVELOPE = Struct("<IIQQII")
+PART_AND_ENVELOPE = Struct("<IIQQQ")
 PART_TAIL = Struct("<IQQII")
 ENVELOPE_WITH_HEAD = Struct("<IIQ")
+# What the envelope of the only record of a frame is as one number, less the part's length.
+ONLY_ENVELOPE = (PART_BYTES << 32) - ENVELOPE_BYTES
 
 # Flags of a part, the low eight bits beside the commit point.
 FIRST = 1  # the first part of its frame
@@ -365,8 +371,9 @@ def policy_of(flags: int) -> int:
     return (flags >> POLICY_SHIFT) & 3
 
 
-def envelopes(part: bytes, first: bool) -> list[tuple[int, int]]:
-    """The records that begin in a part (header included): (position of envelope, length) of each.
+def envelopes(part: bytes, first: bool) -> dict[int, int]:
+    """The records that begin in a part (header included): position of the envelope -> length of
+    each, in order.
 
     The last one may continue in the next part.  Raises ValueError when they don't fit together.
     """
@@ -376,13 +383,18 @@ def envelopes(part: bytes, first: bool) -> list[tuple[int, int]]:
         if at + REST.size > end:
             raise ValueError("a continued part is too short")
         at += REST.size + min(REST.unpack_from(part, at)[0], end - at - REST.size)
-    found = []
-    while at < end:
-        if at + ENVELOPE_BYTES > end:
-            raise ValueError("a record's envelope is cut")
-        length, back = ENVELOPE.unpack_from(part, at)
-        if back != at or not 0 < length <= MAX_FRAME_BYTES:
+    found = {}
+    length = 0
+    last = end - ENVELOPE_BYTES
+    unpack = ENVELOPE.unpack_from
+    while at <= last:
+        length, back = unpack(part, at)
+        if back != at or not length:
             raise ValueError("a record's envelope is wrong")
-        found.append((at, length))
+        found[at] = length
         at += ENVELOPE_BYTES + length
+    if at < end:
+        raise ValueError("a record's envelope is cut")
+    if length > MAX_FRAME_BYTES:  # those before it are shorter than the part
+        raise ValueError("a record's envelope is wrong")
     return found

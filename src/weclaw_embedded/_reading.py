@@ -19,9 +19,10 @@ from ._format import (
     ENVELOPE_BYTES,
     FIRST,
     MAX_FRAME_BYTES,
+    ONLY_ENVELOPE,
     PART,
+    PART_AND_ENVELOPE,
     PART_BYTES,
-    PART_WITH_ENVELOPE,
     REST,
     SLOT_BYTES,
     Stretch,
@@ -35,25 +36,34 @@ __all__ = ["Reading"]
 
 _SMALL_WINDOW = 4096
 _LARGE_WINDOW = 64 << 10
-_MASK = 0xFFFFFFFF
 
-# A checked part: (its offset, its bytes, position of each envelope -> length, its time).
-_Part: TypeAlias = tuple[int, bytes, dict[int, int], int]
+# A window of the file: (offset of the first record that may be in it, of the last one, the bytes
+# of one segment from the frame of the first one on, all of them below the tail when they were
+# read, what a checksum there starts from less the record's offset).
+_Window: TypeAlias = tuple[int, int, bytes, int]
+_NO_WINDOW: _Window = (1, 0, b"", 0)
+# A checked part: (its offset, its bytes, position of each envelope -> length of the record, its
+# time, position of the envelope whose record goes on in the next part or 0).
+_Part: TypeAlias = tuple[int, bytes, dict[int, int], int, int]
+_NO_PART: _Part = (0, b"", {}, 0, 0)
+_ALONE_BYTES = PART_BYTES + ENVELOPE_BYTES  # what stands before the only record of a frame
 
 
 class Reading(Segments):
     """The part of a log that only looks."""
 
-    # A window of the file: (offset it begins at, bytes of one segment, all of them below the tail
-    # when they were read, that segment's salt).
-    _window: tuple[int, bytes, int] = (0, b"", 0)
+    _window = _NO_WINDOW
     _window_bytes = _SMALL_WINDOW
     # The last part with more than one record, or larger than the window, that was checked, and the
     # one before: whoever looks at messages and their results goes to and fro between two.
-    _part: _Part = (0, b"", {}, 0)
-    _older: _Part = (0, b"", {}, 0)
-    # Where the log was last known to end, and (offset, checksum) of the frame that ends there.
-    _last: tuple[int, tuple[int, int]] = (-1, (0, 0))
+    _part = _older = _NO_PART
+    # Where the log was last known to end, and offset and checksum of the frame that ends there.
+    _last: tuple[int, int, int] = (-1, 0, 0)
+
+    def forget_read(self) -> None:
+        """Drop what is remembered of the bytes, after they were changed under us."""
+        self._window = _NO_WINDOW
+        self._part = self._older = _NO_PART
 
     def read(self, offset: int) -> bytes:
         """The bytes of the record at `offset`, checked. Raises as `read_with_time` does."""
@@ -65,34 +75,42 @@ class Reading(Segments):
         Raises LookupError when no record begins there or it is no longer kept, CorruptError when
         it is damaged.
         """
-        begin, window, salt = self._window
+        begin, data, lengths, time_us, _ = self._part
         at = offset - begin
-        if 24 <= at <= len(window) - 8:
-            fields = PART_WITH_ENVELOPE.unpack_from(window, at - 24)
-            crc, length, commit_flags, time_us, n, back = fields
-            end = at + n + 8
+        length = lengths.get(at)
+        if length is not None and offset >> self.bits >= self.state.words[HEAD]:
+            at += ENVELOPE_BYTES
+            return data[at : at + length], time_us
+        first, last, window, seed = self._window
+        if first <= offset <= last:
+            at = offset - first
+            crc, length, commit_flags, time_us, envelope = PART_AND_ENVELOPE.unpack_from(window, at)
+            end = at + PART_BYTES + length
             if (
-                back == 24
-                and n + 8 == length
+                envelope == length + ONLY_ENVELOPE
+                and commit_flags & FIRST
                 and end <= len(window)
-                and commit_flags & 1
+                and crc32(window[at + 4 : end], seed + offset) == crc
                 and offset >> self.bits >= self.state.words[HEAD]
-                and crc32(window[at - 20 : end], salt + offset - 24 & _MASK) == crc
             ):
-                return window[at + 8 : end], time_us
-        begin, data, _, _ = self._part
-        if not begin < offset < begin + len(data):
-            self._part, self._older = self._older, self._part
-        begin, data, _, _ = part = self._part
-        if begin < offset < begin + len(data):
-            if offset >> self.bits < self.state.words[HEAD]:
-                self._gone(offset)
-            return self._record(offset, part), part[3]
-        found = self._read_ahead(offset)
-        if found is None:
-            part = self._load_part(offset)
-            return self._record(offset, part), part[3]
-        return found
+                return window[at + _ALONE_BYTES : end], time_us
+        return self._read_elsewhere(offset)
+
+    def _read_elsewhere(self, offset: int) -> tuple[bytes, int]:
+        """`read_with_time` of what is not at hand."""
+        segment = offset >> self.bits
+        if segment < self.state.words[HEAD]:
+            self._gone(offset)
+        part, older = self._part, self._older
+        if older[0] < offset < older[0] + len(older[1]):
+            part, older = older, part
+        elif not part[0] < offset < part[0] + len(part[1]):
+            found = self._read_ahead(offset)
+            if found is not None:
+                return found
+            part, older = self._load_part(offset), part
+        self._part, self._older = part, older
+        return self._record(offset, part), part[3]
 
     def _read_ahead(self, offset: int) -> tuple[bytes, int] | None:
         """Fill the window from a record's place on; None if that isn't one alone in its frame."""
@@ -104,23 +122,27 @@ class Reading(Segments):
             shift, salt = self.place(segment)
         except MissingSegmentError as error:
             raise CorruptError(offset, error.reason) from None
-        if 0 <= begin - self._window[0] - len(self._window[1]) + 512 < 1024:
+        if 0 <= offset - self._window[1] + 480 < 1024:
             # Read on where the last window ended: somebody goes through the log.
             self._window_bytes = min(2 * self._window_bytes, _LARGE_WINDOW)
         else:
             self._window_bytes = _SMALL_WINDOW
         stop = min(self.limit(segment), self.state.words[TAIL])
         data = _files.read_at(self.fd, min(self._window_bytes, stop - begin), begin + shift)
-        if len(data) < 32:
+        if len(data) < _ALONE_BYTES:
             return None
-        crc, length, commit_flags, time_us, n, back = PART_WITH_ENVELOPE.unpack_from(data)
+        crc, length, commit_flags, time_us, envelope = PART_AND_ENVELOPE.unpack_from(data)
         end = PART_BYTES + length
-        if back != 24 or n + 8 != length or not commit_flags & FIRST or end > len(data):
+        if envelope != length + ONLY_ENVELOPE or not commit_flags & FIRST or end > len(data):
             return None
-        if crc32(data[4:end], (salt + begin) & _MASK) != crc:
+        if crc32(data[4:end], salt + begin) != crc:
             return None
-        self._window = (begin, data, salt)
-        return data[32:end], time_us
+        self._open_window(begin, data, salt)
+        return data[_ALONE_BYTES:end], time_us
+
+    def _open_window(self, begin: int, data: bytes, salt: int) -> None:
+        first, last = begin + PART_BYTES, begin + len(data) - ENVELOPE_BYTES
+        self._window = (first, last, data, salt - PART_BYTES)
 
     def keep_at_hand(self, found: Stretch | Frame | None) -> None:
         """Have what was just read of the log's end, if it is little, at hand for those who want its
@@ -128,7 +150,7 @@ class Reading(Segments):
         """
         if isinstance(found, Stretch) and len(found.data) <= _LARGE_WINDOW:
             salt = self.place(found.base >> self.bits)[1]
-            self._window = (found.base, found.data[: found.ends[-1]], salt)
+            self._open_window(found.base, found.data[: found.ends[-1]], salt)
 
     def _load_part(self, offset: int) -> _Part:
         """Read and check the part in which the record at `offset` begins."""
@@ -146,28 +168,31 @@ class Reading(Segments):
             if not length or length > MAX_FRAME_BYTES or begin < first or back < PART_BYTES:
                 self._no_record(offset)
             commit_flags, time_us, part = check_part(self, begin, self.limit(segment))
-            found = dict(envelopes(part, bool(commit_flags & FIRST)))
+            lengths = envelopes(part, bool(commit_flags & FIRST))
         except MissingSegmentError as error:
             raise CorruptError(offset, error.reason) from None
         except (BadPartError, ValueError):
             self._no_record(offset)
         if segment < self.state.words[HEAD]:
             self._gone(offset)
-        if offset - begin not in found:
+        if offset - begin not in lengths:
             raise LookupError(f"no record begins at offset {offset}")
-        loaded = self._part = (begin, part, found, time_us)
-        return loaded
+        last, length = lengths.popitem()
+        if last + ENVELOPE_BYTES + length > len(part):
+            return begin, part, lengths, time_us, last
+        lengths[last] = length
+        return begin, part, lengths, time_us, 0
 
     def _record(self, offset: int, loaded: _Part) -> bytes:
-        begin, part, found, time_us = loaded
+        begin, part, lengths, time_us, cut = loaded
         at = offset - begin
-        length = found.get(at)
-        if length is None:
+        begin = at + ENVELOPE_BYTES
+        if at in lengths:
+            return part[begin : begin + lengths[at]]
+        if at != cut:
             raise LookupError(f"no record begins at offset {offset}")
-        piece = part[at + ENVELOPE_BYTES : at + ENVELOPE_BYTES + length]
-        if len(piece) == length:
-            return piece
-        pieces, missing = [piece], length - len(piece)
+        pieces = [part[begin:]]
+        missing = ENVELOPE.unpack_from(part, at)[0] - len(pieces[0])
         segment = offset >> self.bits
         try:
             while missing:
@@ -181,6 +206,8 @@ class Reading(Segments):
                 pieces.append(piece)
                 missing -= len(piece)
         except BadPartError as bad:
+            if offset >> self.bits < self.state.words[HEAD]:  # freed while we looked
+                self._gone(offset)
             raise CorruptError(offset, f"{bad.reason} (at {bad.offset})") from None
         except MissingSegmentError as error:
             raise CorruptError(offset, error.reason) from None
@@ -289,8 +316,8 @@ class Reading(Segments):
         """(offset, checksum) of the frame that ends at the tail; (0, 0) in an empty log."""
         tail = self.state.words[TAIL]
         if self._last[0] != tail:
-            self._last = (tail, self._find_last(tail))
-        return self._last[1]
+            self._last = (tail, *self._find_last(tail))
+        return self._last[1:]
 
     def _find_last(self, tail: int) -> tuple[int, int]:
         segment = (tail - 1) >> self.bits
@@ -324,7 +351,7 @@ class Reading(Segments):
         if self._last[0] != tail:
             if checksum is None:
                 checksum = self.checksum(offset)
-            self._last = (tail, (offset, checksum))
+            self._last = (tail, offset, checksum)
 
     def ends_with(self, end: int, offset: int, checksum: int) -> bool:
         """Whether a valid frame with this checksum begins at `offset` and ends at `end`.

@@ -28,6 +28,7 @@ from ._format import (
     KNOWN_FLAGS,
     LAST_PART,
     MAX_FRAME_BYTES,
+    ONLY_ENVELOPE,
     PART,
     PART_BYTES,
     PART_WITH_ENVELOPE,
@@ -57,10 +58,8 @@ OnDamage: TypeAlias = Callable[[int, str], object]
 _WINDOW = 256 << 10  # so that it stays in the processor's cache while it is gone through
 _BEHIND = SLOT_BYTES  # of a slot, so many bytes stand behind the last frame
 _MASK = 0xFFFFFFFF
-# A part, its first envelope as one number, and the first bytes of the record; what that number is,
-# less the part's length, if the record is the only one.
+# A part, its first envelope as one number, and the first bytes of the record.
 _ALONE = Struct("<IIQ8xQQ")
-_ONE_RECORD = (PART_BYTES << 32) - ENVELOPE_BYTES
 # What must be as in a frame of one part that isn't begun by a Checkpoint.
 _UNUSUAL = 0xFF & ~KNOWN_FLAGS | WHOLE | CHECKPOINT_FRAME
 _SMALLEST = PART_BYTES + ENVELOPE_BYTES + 1  # a frame of one record of one byte
@@ -180,7 +179,7 @@ def _records(parts: list[tuple[int, bytes]], first: bool) -> list[tuple[int, byt
                 missing -= len(piece)
                 if not missing and cut_at >= 0:
                     records.append((cut_at, b"".join(cut)))
-        for at, length in envelopes(part, is_first):
+        for at, length in envelopes(part, is_first).items():
             piece = part[at + ENVELOPE_BYTES : at + ENVELOPE_BYTES + length]
             if len(piece) == length:
                 records.append((offset + at, piece))
@@ -351,7 +350,7 @@ def _stretch(base: int, data: bytes, at: int, salt: int, check: bool) -> Stretch
         # (crc32 takes the value it begins with modulo 2**32, as the format does.)
         if check and crc32(data[at + 4 : end], seed + at) != crc:
             break
-        if envelope == length + _ONE_RECORD and length >= 16:
+        if envelope == length + ONLY_ENVELOPE and length >= 16:
             add_head(head)
             add_place(at + PART_BYTES)
             add_end(end)

@@ -106,8 +106,9 @@ __all__ = [
 
 Record: TypeAlias = Sequence[_files.Bytes]  # one after the other they are the record's bytes
 
-_MASK = 0xFFFFFFFF
 _JOIN_BYTES = 1 << 20  # up to here one copy is cheaper than handing over many buffers
+_SMALL_BYTES = 64 << 10  # up to here one copy more, also made in vain, is not worth a look
+_ALONE_BYTES = PART_BYTES + ENVELOPE_BYTES  # what stands before the only record of a frame
 _SMALLEST_CUT = PART_BYTES + ENVELOPE_BYTES + 1
 _DOING, _UNDOING = 1, 2  # values of WRITING
 _NO_BYTES = "a frame needs records, and a record needs bytes"
@@ -137,7 +138,8 @@ class Log(Reading):
         self._end = 0
         self._limit = 0
         self._salt = 0
-        self._last_pending = (0, 0)
+        # As `_last`, of what is pending.
+        self._pending_last = (0, 0, 0)
 
     @staticmethod
     def create(
@@ -220,30 +222,36 @@ class Log(Reading):
         full disk.  Raises DiskFullError; then nothing of this frame is pending.
         """
         words = self.state.words
+        if words[TAIL] != self._tail or not (spare or words[SPARES]):
+            self._get_ready(len(records), spare)
+        body: _files.Bytes = b""
+        if len(records) == 1 and not flags:  # as nearly always
+            record = records[0]
+            if len(record) == 1:
+                body = record[0]
+            elif record and len(record[-1]) <= _SMALL_BYTES:
+                body = b"".join(record)
+        n = len(body)
+        offset = self._end
+        end = offset + _ALONE_BYTES + n
+        if not n or end > self._limit:
+            return self._append_any(records, policy, time_us, flags, spare)
+        commit_flags = words[COMMIT] << 8 | policy << POLICY_SHIFT | WHOLE
+        part = PART_TAIL.pack(n + ENVELOPE_BYTES, commit_flags, time_us, n, PART_BYTES) + body
+        # (crc32 takes the value it begins with modulo 2**32, as the format does.)
+        crc = crc32(part, self._salt + offset)
+        self._buffers.append(crc.to_bytes(4, "little") + part)
+        self._end = end
+        self._pending_last = end, offset, crc
+        return [offset + PART_BYTES]
+
+    def _get_ready(self, n_records: int, spare: bool) -> None:
+        """See to what any frame needs: the place where the tail is now, and a free slot behind."""
+        words = self.state.words
         if words[TAIL] != self._tail:
             self._resume()
         if not (spare or words[SPARES]):
-            self.prepare_spare(len(records))
-        offset = self._end
-        room = self._limit - offset - 32
-        pieces = records[0] if len(records) == 1 and not flags else ()
-        # A large last piece is not worth joining only to find that it doesn't fit.
-        if pieces and len(pieces[-1]) <= room:
-            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            n = len(body)
-            if 0 < n <= room:
-                part = (
-                    PART_TAIL.pack(
-                        n + 8, words[COMMIT] << 8 | policy << 2 | WHOLE, time_us, n, PART_BYTES
-                    )
-                    + body
-                )
-                crc = crc32(part, (self._salt + offset) & _MASK)
-                self._buffers += (crc.to_bytes(4, "little"), part)
-                self._end = offset + 32 + n
-                self._last_pending = (offset, crc)
-                return [offset + PART_BYTES]
-        return self._append_any(records, policy, time_us, flags, spare)
+            self.prepare_spare(n_records)
 
     def _resume(self) -> None:
         """Take up where the tail is now: others may have moved it."""
@@ -269,7 +277,14 @@ class Log(Reading):
             len(self._runs),
             len(self._buffers),
             len(self._begun),
-            (self._run_at, self._end, self._limit, self._salt, self._checkpoint),
+            (
+                self._run_at,
+                self._end,
+                self._limit,
+                self._salt,
+                self._checkpoint,
+                self._pending_last,
+            ),
             self._buffers,
         )
         try:
@@ -284,7 +299,7 @@ class Log(Reading):
             else:
                 layout = _Layout(self, policy, time_us, flags, spare)
                 offsets = layout.place(records)
-                self._last_pending = layout.first
+                self._pending_last = (self._end, *layout.first)
         except BaseException:
             n_runs, n_buffers, n_begun, places, buffers = before
             del self._runs[n_runs:]
@@ -292,7 +307,14 @@ class Log(Reading):
             del self._begun[n_begun:]
             self.taken = {slot for _, slot, _ in self._begun}
             self._buffers = buffers
-            self._run_at, self._end, self._limit, self._salt, self._checkpoint = places
+            (
+                self._run_at,
+                self._end,
+                self._limit,
+                self._salt,
+                self._checkpoint,
+                self._pending_last,
+            ) = places
             raise
         if flags & CHECKPOINT_FRAME:
             self._checkpoint = offsets[0]
@@ -308,26 +330,27 @@ class Log(Reading):
     ) -> list[int]:
         """Lay out a frame that fits here: all its bytes joined, one checksum."""
         offset = self._end
-        commit = (
-            max(self.state.words[COMMIT], offset) if flags & VOUCH else self.state.words[COMMIT]
-        )
+        commit = self.state.words[COMMIT]
+        if flags & VOUCH:
+            commit = max(commit, offset)
         commit_flags = commit << 8 | flags | policy << POLICY_SHIFT | WHOLE
         # In steps over all records, each of them one call: put_many lives here.
         bodies = [*map(b"".join, records)]
         lengths = [*map(len, bodies)]
         if not all(lengths):
             raise ValueError(_NO_BYTES)
-        places = [*accumulate(lengths, _next_place, initial=PART_BYTES)]
-        at = places.pop()
-        pieces = [PART.pack(0, payload, commit_flags, time_us)[4:]] * (2 * len(bodies) + 1)
+        places = [*accumulate(map(ENVELOPE_BYTES.__add__, lengths), initial=PART_BYTES)]
+        end = self._end = offset + places.pop()
+        pieces = [PART.pack(0, payload, commit_flags, time_us)] * (2 * len(bodies) + 1)
         pieces[1::2] = map(ENVELOPE.pack, lengths, places)
         pieces[2::2] = bodies
-        part = b"".join(pieces)
-        crc = crc32(part, (self._salt + offset) & _MASK)
-        self._buffers += (crc.to_bytes(4, "little"), part)
-        self._end = offset + at
-        self._last_pending = (offset, crc)
-        return [offset + place for place in places]
+        part = bytearray().join(pieces)
+        with memoryview(part) as view:
+            crc = crc32(view[4:], self._salt + offset)
+        part[:4] = crc.to_bytes(4, "little")
+        self._buffers.append(part)
+        self._pending_last = end, offset, crc
+        return [*map(offset.__add__, places)]
 
     def roll(self, time_us: int) -> None:
         """Go on in the next segment, be the last free slot the one for it; to be written by
@@ -363,7 +386,8 @@ class Log(Reading):
         self._buffers = [packed]
         self._run_at = position
         self._salt = header.salt
-        self._end = (number << self.bits) + SLOT_BYTES
+        end = self._end = (number << self.bits) + SLOT_BYTES
+        self._pending_last = (end, *self._pending_last[1:])
         self._limit = self.limit(number)
 
     def write(self) -> int:
@@ -379,8 +403,7 @@ class Log(Reading):
         try:
             for position, run in self._runs:
                 _files.write_at(self.fd, run, position)
-            total = self._end - self._tail
-            if len(buffers) > 1 and total <= _JOIN_BYTES:
+            if len(buffers) > 1 and self._end - self._tail <= _JOIN_BYTES:
                 buffers = [b"".join(buffers)]
             written = _files.write_at(self.fd, buffers, self._run_at)
         except BaseException as error:
@@ -393,10 +416,10 @@ class Log(Reading):
             self._checkpoint = 0
         self._buffers = []
         self._run_at += written
-        tail = words[TAIL] = self._tail = self._end
-        words[LAST_FRAME] = self._last_pending[0]
+        tail, last_frame, _ = self._last = self._pending_last
+        words[TAIL] = self._tail = tail
+        words[LAST_FRAME] = last_frame
         words[WRITING] = 0
-        self._last = (tail, self._last_pending)
         return tail
 
     def _publish_begun(self) -> None:
@@ -457,7 +480,7 @@ class Log(Reading):
         """
         self.discard()
         heal(self)
-        self._last = (-1, (0, 0))
+        self._last = (-1, 0, 0)
 
     def recover(
         self,
@@ -485,8 +508,8 @@ class Log(Reading):
         """
         self.discard()
         self.forget()
-        self._window, self._last = (0, b"", 0), (-1, (0, 0))
-        self._part = self._older = (0, b"", {}, 0)
+        self._last = (-1, 0, 0)
+        self.forget_read()
         return recover(
             self,
             commit=commit,
@@ -594,7 +617,7 @@ class _Layout:
         log = self.log
         flags = self.commit_flags | last | (FIRST if self.is_first else 0)
         head = PART.pack(0, self.n, flags, self.time_us)[4:]
-        crc = crc32(head, (log._salt + self.begin) & _MASK)
+        crc = crc32(head, log._salt + self.begin)
         for piece in self.pieces:
             crc = crc32(piece, crc)
         if self.is_first:
@@ -602,11 +625,6 @@ class _Layout:
         log._buffers += (crc.to_bytes(4, "little"), head, *self.pieces)
         log._end = self.begin + PART_BYTES + self.n
         self.is_first = False
-
-
-def _next_place(place: int, length: int) -> int:
-    """Where the envelope stands after that of a record of `length` bytes at `place`."""
-    return place + ENVELOPE_BYTES + length
 
 
 def _new_salt() -> int:

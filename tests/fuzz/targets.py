@@ -43,7 +43,7 @@ def envelopes(data: bytes) -> None:
     """The records of a part."""
     for first in (True, False):
         with contextlib.suppress(ValueError):
-            for at, length in _format.envelopes(bytes(24) + data, first):
+            for at, length in _format.envelopes(bytes(24) + data, first).items():
                 assert 24 <= at < 24 + len(data)
                 assert length > 0
 
