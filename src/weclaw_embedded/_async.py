@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._engine import Engine
-from ._io import Written, in_pool, io_of, small_pool
+from ._io import Written, in_pool, io_of
 from ._io_calls import Op
 from ._message import Message, Transaction, describe
 from ._session import BATCH, Job
@@ -81,8 +81,7 @@ class AsyncMessage(Message):
         return done
 
     def _died(self) -> None:
-        if self._queue._options.on_dead is not None:
-            small_pool().submit(self._queue._tell_dead, [self.offset])
+        self._queue._remember_dead([self.offset])  # `on_dead` is nothing for a loop
 
     async def __aenter__(self) -> AsyncMessage:
         super().__enter__()
@@ -164,7 +163,9 @@ async def commit(
     elsewhere = any(topic != queue.topic for topic in maxsizes)
 
     def transact(session: Session, waiter: Waiter | None) -> list[str]:
-        return _putting.transact(session, acks, puts, queue._policy, maxsizes, waiter)
+        return _putting.transact(
+            session, acks, puts, queue._policy, maxsizes, waiter, queue._remember_dead_of
+        )
 
     call = Op(
         asyncio.get_running_loop(),

@@ -26,7 +26,7 @@ from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine
 from ._handle import check_text, deadline_of
-from ._io import in_pool, io_of, small_pool
+from ._io import in_pool, io_of
 from ._io_calls import Op, PutCall, TakeCall, closed_error, pending_until
 from ._options import UNSET, Unset, check_count
 from ._queries import Outcome, Stats
@@ -266,8 +266,7 @@ class AsyncQueue:
 
     def tell_dead(self, offsets: list[int]) -> None:
         """For the I/O thread."""
-        if self._queue._options.on_dead is not None:
-            small_pool().submit(self._queue._tell_dead, offsets)
+        self._queue._remember_dead(offsets)
 
     # -- transaction -------------------------------------------------------------------------------
 

@@ -156,7 +156,10 @@ class Core:
             raise shut_down()
         if self.order is not None:
             self.order.check(item)
-        return _putting.put(session, self.queue._address, [message], policy, limit, waiter)[0]
+        queue = self.queue
+        return _putting.put(
+            session, queue._address, [message], policy, limit, waiter, queue._remember_dead
+        )[0]
 
     def look(
         self, session: Session, n: int, visibility_s: float | None, waiter: Waiter | None

@@ -10,7 +10,9 @@ It must not know what is put, taken or asked.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -21,7 +23,7 @@ from ._engine import Engine
 from ._message import Content, Message
 from ._options import QueueOptions, check_timeout
 from ._session import BATCH, Session
-from ._wake import Waiter
+from ._wake import Timer, Waiter
 from .dlq import DeadLetterQueue
 from .errors import ClosedError, CorruptError, DiskFullError
 
@@ -46,6 +48,33 @@ class Holder:
         self.store = store
 
 
+class _Untold:
+    """Letters that `on_dead` has not been called with yet. It is called by a thread of its own,
+    since it may take its time, or by whoever closes the queue before.
+    """
+
+    def __init__(self, engine: Engine, tell: Callable[[list[int]], None]) -> None:
+        self.engine = engine
+        self._tell = tell
+        self._offsets: deque[int] = deque()
+        self._telling = threading.RLock()  # `on_dead` may close the queue
+        self._timer = Timer("weclaw-on-dead")
+
+    def add(self, offsets: list[int]) -> None:
+        # Each once, though a turn that found no room was taken again.
+        self._offsets.extend(dict.fromkeys(offsets))
+        self._timer.call_at(0.0, self._tell_all)
+
+    def _tell_all(self) -> None:
+        with self._telling:
+            while self._offsets:
+                self._tell([self._offsets.popleft()])
+
+    def close(self) -> None:
+        self._tell_all()
+        self._timer.close()
+
+
 class Handle:
     """One topic of one open file, as one group sees it. See `Queue`."""
 
@@ -57,6 +86,7 @@ class Handle:
     _policy: int
     _address: Address
     _closed: bool
+    _untold: _Untold | None = None
 
     @property
     def _engine(self) -> Engine:
@@ -101,11 +131,19 @@ class Handle:
         return group
 
     def _remember_dead(self, dead: list[int]) -> None:
-        """Letters made while looking; told after the lock is given back."""
+        """Letters made on the way; told of after the lock is given back, by another thread."""
         if dead and self._options.on_dead is not None:
-            # Each once, though a turn that found no room was taken again.
-            offsets = list(dict.fromkeys(dead))
-            self._engine.timer.call_at(0.0, lambda: self._tell_dead(offsets))
+            engine = self._store._shared
+            untold = self._untold
+            if untold is None or untold.engine is not engine:  # the first, or those of a parent
+                untold = self._untold = _Untold(engine, self._tell_dead)
+            untold.add(dead)
+
+    def _tell_untold(self) -> None:
+        """`on_dead` is called for what was remembered before there is nobody to call it."""
+        untold = self._untold
+        if untold is not None and not untold.engine.forked:
+            untold.close()
 
     def _find(self, session: Session, id: str) -> int | None:
         topic = session.tx.topic(self.topic)
@@ -160,7 +198,11 @@ class Handle:
             return
         for offset in offsets:
             try:
-                on_dead(self.dlq._at(offset))
+                try:
+                    letter = self.dlq._at(offset)
+                except KeyError:
+                    continue  # somebody was quicker, and redrove or purged it
+                on_dead(letter)
             except Exception:
                 logger.exception("on_dead failed for the message at offset %d", offset)
 

@@ -237,7 +237,13 @@ class PutCall(Op):
         """Put, or raise NoRoom with the waiter registered. Under the write lock."""
         queue = self.queue
         return _putting.put(
-            session, queue._address, self.messages, queue._policy, queue.maxsize, waiter
+            session,
+            queue._address,
+            self.messages,
+            queue._policy,
+            queue.maxsize,
+            waiter,
+            queue._remember_dead,
         )
 
 

@@ -7,7 +7,8 @@ is refused before anything is appended; ids that are known are answered and not 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Final
 
@@ -52,11 +53,11 @@ def put(
     policy: int,
     maxsize: int,
     waiter: Waiter | None = None,
-    dead: list[int] | None = None,
+    tell_dead: Callable[[list[int]], None] | None = None,
 ) -> list[str]:
     """Append the messages as one frame; their ids, in order. `NoRoom` when there is none now, with
-    `waiter` registered before the lock is given back. Offsets of messages that ran out, and so
-    made room, are added to `dead`.
+    `waiter` registered before the lock is given back. `tell_dead` is called, once that is written,
+    with the offsets of messages that ran out and so made room, be it enough or not.
     """
     if not session.may_write:
         session.check_writable()
@@ -73,7 +74,7 @@ def put(
         try:
             if maxsize > 0:
                 n = sum(len(bodies) for bodies, _ in fresh)
-                _check_room(session, address, n, maxsize, [] if dead is None else dead)
+                _check_room(session, address, n, maxsize, tell_dead)
             records += _put_records(session, tid, fresh)
             offsets = _append_puts(session, records, policy)
         except NoRoom:
@@ -160,7 +161,13 @@ def _pack_meta(terms: Terms, now_us: int, skew_us: int) -> bytes:
     )
 
 
-def _check_room(session: Session, address: Address, n: int, maxsize: int, dead: list[int]) -> None:
+def _check_room(
+    session: Session,
+    address: Address,
+    n: int,
+    maxsize: int,
+    tell_dead: Callable[[list[int]], None] | None,
+) -> None:
     if n > maxsize:
         raise Full(
             f"{n} messages can never fit a queue of maxsize {maxsize}; nothing was put; put fewer"
@@ -172,7 +179,10 @@ def _check_room(session: Session, address: Address, n: int, maxsize: int, dead: 
         if group.is_template:
             waiting -= len(session.tx.expired(group, session.now_us, waiting))
         else:
+            dead: list[int] = []
             sweep(session, group, address.retry, dead)
+            if dead and tell_dead is not None:
+                session.when_written(partial(tell_dead, dead))
             waiting = waiting_in(session.tx, group)
     if waiting + n > maxsize:
         raise NoRoom(
@@ -272,14 +282,15 @@ def transact(
     puts: Sequence[tuple[Address, Encoded]],
     policy: int,
     maxsizes: Mapping[str, int],
-    waiter: Waiter | None = None,
-    dead: list[int] | None = None,
+    waiter: Waiter | None,
+    tell_dead: Callable[[str, list[int]], None],
 ) -> list[str]:
     """Acks and puts over topics of the file as one frame: all or none, also after a crash. The ids
-    of what was put. `maxsizes` are those of topics that have one; else as `put`.
+    of what was put. `maxsizes` are those of topics that have one; `tell_dead` is given the topic
+    as well; else as `put`.
     """
     try:
-        return _transact(session, acks, puts, policy, maxsizes, [] if dead is None else dead)
+        return _transact(session, acks, puts, policy, maxsizes, tell_dead)
     except NoRoom:
         if waiter is not None:
             wait_settled(session, -1, waiter)
@@ -292,7 +303,7 @@ def _transact(
     puts: Sequence[tuple[Address, Encoded]],
     policy: int,
     maxsizes: Mapping[str, int],
-    dead: list[int],
+    tell_dead: Callable[[str, list[int]], None],
 ) -> list[str]:
     session.check_writable()
     for lease, _ in acks:
@@ -326,7 +337,8 @@ def _transact(
         fresh.setdefault(address.topic, []).append(address)
     for topic, addresses in fresh.items():
         if maxsizes.get(topic, 0) > 0:
-            _check_room(session, addresses[0], len(addresses), maxsizes[topic], dead)
+            tell = partial(tell_dead, topic)
+            _check_room(session, addresses[0], len(addresses), maxsizes[topic], tell)
     for lease, _ in acks if maxsizes else ():
         hold(session, lease)  # looking for room judges what lapsed, and time went by
     if records:

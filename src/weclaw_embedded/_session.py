@@ -50,6 +50,7 @@ class Session:
     must_sync = False
     must_index = False  # what the index learned must be in LMDB, not in memory alone
     imagined = False  # what is done to the index is dropped; see `imagine`
+    told: Sequence[Callable[[], None]] = ()  # called when all is written; see `when_written`
     _tx: Tx | None = None
     _applied = 0
     _sync_from = 0
@@ -118,6 +119,12 @@ class Session:
             self.append(records)
             return
         self.tx.apply([(self.log.pending_tail, self.now_us, record) for record in records])
+
+    def when_written(self, tell: Callable[[], None]) -> None:
+        """Call `tell` when what was appended is written, still under the lock; an operation that
+        fails after it may be one of several of a turn, whose records stay.
+        """
+        self.told = (*self.told, tell)
 
     def imagine(self) -> Tx:
         """The index, to answer what would be so: what is done to it from here on is dropped when
@@ -208,6 +215,8 @@ class Session:
             # Not before the index has what it was told: it must never be behind the log's head.
             for step in self.after_write:
                 step()
+        for tell in self.told:
+            tell()
 
     def abort(self, error: BaseException | None = None) -> None:
         self.log.discard()

@@ -233,6 +233,7 @@ class Store:
         if self._closed:
             return
         for queue in list(self._queues):
+            queue._tell_untold()
             queue._closed = True
         self._closed = True
         try:

@@ -169,8 +169,10 @@ class Queue(_Generic[T]):
         queue = self._core.queue
 
         def cancel(session: Session, waiter: Waiter | None) -> None:
+            dead: list[int] = []
             for id in ids:
-                _queries.cancel(session, queue._address, id, OS)
+                _queries.cancel(session, queue._address, id, OS, dead)
+            queue._remember_dead(dead)
 
         with contextlib.suppress(ClosedError):
             io_of(self._core.engine).submit(Op(None, cancel))

@@ -100,7 +100,8 @@ class Queue(Asking):
         visibility_timeout: Seconds a lease lasts by default; None: until settled or the process
             dies.
         retry: What happens after failed deliveries.
-        on_dead: Called with each `DeadLetter` that this process makes of this queue.
+        on_dead: Called with each `DeadLetter` that this process makes of this queue, in whatever
+            thread; `close` waits until it has been.
         start: Where the group begins if it does not exist: "earliest" (default, on first get),
             "latest" or an offset; given explicitly, the group begins now.
         **options: Those of `weclaw_embedded.open`.
@@ -325,7 +326,13 @@ class Queue(Asking):
             dead: list[int] = []
             try:
                 ids = engine.execute_together(
-                    _putting.put, self._address, messages, self._policy, self.maxsize, waiter, dead
+                    _putting.put,
+                    self._address,
+                    messages,
+                    self._policy,
+                    self.maxsize,
+                    waiter,
+                    self._remember_dead,
                 )
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
@@ -503,6 +510,13 @@ class Queue(Asking):
                 found[topic] = min(limit, found.get(topic, limit))
         return found
 
+    def _remember_dead_of(self, topic: str, dead: list[int]) -> None:
+        """Letters of any topic that this store has open for the same group."""
+        for queue in [self, *self._store._queues]:
+            if queue.topic == topic and queue.group == self.group and not queue._closed:
+                queue._remember_dead(dead)
+                return
+
     def _commit(
         self,
         acks: list[tuple[Lease, bytes]],
@@ -517,15 +531,19 @@ class Queue(Asking):
         waiter: Waiter | None = None
         may_reclaim = True
         while True:
-            dead: list[int] = []
             try:
                 ids = engine.execute(
-                    _putting.transact, acks, puts, self._policy, maxsizes, waiter, dead
+                    _putting.transact,
+                    acks,
+                    puts,
+                    self._policy,
+                    maxsizes,
+                    waiter,
+                    self._remember_dead_of,
                 )
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
-            self._remember_dead(dead)
             if self._policy == BATCH:
                 engine.flush_later(self._store._options, len(puts))
             return ids
@@ -542,6 +560,7 @@ class Queue(Asking):
         """
         if self._closed:
             return
+        self._tell_untold()
         self._closed = True
         engine = self._store._shared
         if not (self._store._closed or engine.forked):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import threading
+import time
 
 import pytest
 from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import aio, threads
 
 UTC = datetime.timezone.utc
 
@@ -250,6 +253,87 @@ def test_on_dead_may_use_the_queue(open_queue):
     eventually(lambda: alarms.qsize() == 1)
     assert seen == ["dead"]
     assert drain(alarms) == [task]
+
+
+async def put_over_asyncio(path, options, put):
+    async with weclaw.AsyncQueue(path, maxsize=1, **options) as q:
+        await put(q)
+
+
+async def put_in_transaction(q):
+    async with q.transaction() as tx:
+        tx.put("next")
+
+
+async def put_over_aio(path, options):
+    await aio.Queue(1, path=path, **options).put("next")
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda path, options: weclaw.Queue(path, maxsize=1, **options).put("next"),
+        lambda path, options: asyncio.run(
+            put_over_asyncio(path, options, lambda q: q.put("next", timeout=5))
+        ),
+        lambda path, options: asyncio.run(put_over_asyncio(path, options, put_in_transaction)),
+        lambda path, options: asyncio.run(put_over_aio(path, options)),
+        lambda path, options: aio.Queue(1, path=path, **options).put_nowait("next"),
+        lambda path, options: threads.Queue(1, path=path, **options).put("next"),
+    ],
+    ids=["Queue", "AsyncQueue", "transaction", "aio", "aio nowait", "threads"],
+)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_on_dead_for_what_made_room(path, open_queue, put):
+    """A put that finds room because a message ran out made a letter of it, and tells of it."""
+    called = []
+    open_queue(start="earliest").put("late", ttl=0.01)
+    time.sleep(0.02)
+    put(path, {"on_dead": called.append})
+    eventually(lambda: [x.body for x in called] == ["late"])
+
+
+def test_on_dead_for_what_made_too_little_room(path, open_queue):
+    """The put is refused; what ran out is a letter all the same, and told of once."""
+    called = []
+
+    async def main():
+        async with weclaw.AsyncQueue(path, maxsize=2, on_dead=called.append) as q:
+            await q.put("stays")
+            with pytest.raises(weclaw.Full):
+                await q.put_many(["next", "next"], block=False)
+            await q.dlq.count()
+
+    open_queue(start="earliest").put("late", ttl=0.01)
+    time.sleep(0.02)
+    asyncio.run(main())
+    assert [x.body for x in called] == ["late"]
+
+
+def test_close_waits_for_on_dead(path):
+    """A letter that was made by the last look before the end is told of before it."""
+    called = []
+
+    def on_dead(letter):
+        time.sleep(0.05)
+        called.append(letter.body)
+
+    def queue_alone():
+        q = weclaw.Queue(path, on_dead=on_dead, start="earliest")
+        return q, q
+
+    def queue_of_a_store():
+        store = weclaw.open(path)
+        return store, store.queue(on_dead=on_dead)
+
+    for opened in (queue_alone, queue_of_a_store):
+        handle, q = opened()
+        q.put_many([weclaw.Put(n, ttl=0.01) for n in range(3)])
+        time.sleep(0.02)
+        assert q.qsize() == 0
+        handle.close()
+        assert called == [0, 1, 2]
+        called.clear()
 
 
 def die_holding(pipe, path):
