@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _files
 from weclaw_embedded._shared import READY
+from weclaw_embedded._wake import Timer
 
 
 def marked(q: weclaw.Queue) -> int:
@@ -64,6 +68,89 @@ def test_a_put_wakes_one_process_and_leaves_the_other_asleep(path: Path) -> None
             assert marked(q) == 1
             q.put("second")
             assert {one.hear(), other.hear()} == {"first", "second"}
+
+
+def take_one(pipe, path):
+    """Get and ack one, and close once told to."""
+    with weclaw.Queue(path) as q:
+        pipe.send("open")
+        with q.get() as msg:
+            pipe.send(msg.body)
+        pipe.recv()
+
+
+def test_who_has_the_slot_of_one_who_left_is_woken_through_its_own_pipe(path: Path) -> None:
+    """Whoever woke the one before still has that one's pipe, which nobody reads any more."""
+    with weclaw.Queue(path) as q:
+        waker = q._store._engine.waker
+        for n in range(2):
+            child = Child(take_one, path)
+            with waiting(q, child):
+                q.put(n)
+                assert child.hear() == n
+                [(slot, fd)] = waker._outgoing.items()
+                assert os.path.samestat(os.fstat(fd), os.stat(waker._path(slot)))
+                child.say("close")
+                child.end()
+
+
+def test_a_poke_is_never_written_to_what_has_the_descriptor_by_now(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread closes the pipe of a process that is gone, another is about to write to it."""
+    with weclaw.Queue(path) as q:
+        child = Child(consume_one, path)
+        with waiting(q, child):
+            q.put("x")
+            assert child.hear() == "x"
+        waker = q._store._engine.waker
+        [slot] = waker._outgoing  # nobody is behind it any more
+        real, at_it, goes_on = _files.write_pipe, threading.Event(), threading.Event()
+
+        def write_pipe(fd: int, data: bytes) -> int:
+            if threading.current_thread() is slow:
+                at_it.set()
+                goes_on.wait(1)  # for the other one, if nothing keeps it out
+            return real(fd, data)
+
+        monkeypatch.setattr(_files, "write_pipe", write_pipe)
+        slow = threading.Thread(target=waker.poke, args=([slot], b"r"))
+        slow.start()
+        assert at_it.wait(30)
+        other = threading.Thread(target=waker.poke, args=([slot], b"r"))
+        other.start()
+        eventually(lambda: not waker._outgoing or not slow.is_alive())
+        other.join()
+        ours = [os.open(path.with_name("ours"), os.O_RDWR | os.O_CREAT) for _ in range(3)]
+        goes_on.set()
+        slow.join()
+        assert path.with_name("ours").read_bytes() == b""
+        for fd in ours:
+            os.close(fd)
+
+
+def test_a_put_does_not_fail_because_nobody_can_be_woken(path: Path) -> None:
+    """Without a descriptor left it returns, and who waits comes upon the message by himself."""
+    with weclaw.Queue(path) as q:
+        child = Child(consume_one, path)
+        with waiting(q, child):
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+            try:
+                q.put("x")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            assert child.hear() == "x"
+
+
+def test_what_was_due_and_failed_stops_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that flushes in time survives whatever it calls, and says what has failed."""
+    timer, called = Timer("weclaw-test"), threading.Event()
+    timer.call_at(0.0, lambda: [][0])
+    timer.call_at(0.0, called.set)
+    assert called.wait(30)
+    timer.close()
+    assert "IndexError" in caplog.text
 
 
 def test_several_puts_wake_several_processes(path: Path) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import heapq
+import logging
 import math
 import os
 import select
@@ -29,6 +30,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from . import _files
+
+logger = logging.getLogger("weclaw_embedded")
 
 READY_BYTE: Final = b"r"
 SETTLED_BYTE: Final = b"s"
@@ -84,7 +87,8 @@ class Waker:
         self._slot = slot
         self._like_fd = like_fd
         self._waiters: set[Waiter] = set()
-        self._lock = threading.Lock()
+        # A signal's handler that closes may come while its own thread has this.
+        self._lock = threading.RLock()
         self._fd = -1
         self._poll = select.poll()
         self._reader = 0  # the ident of the thread that reads the pipe
@@ -206,35 +210,34 @@ class Waker:
         """
         all_live = True
         for slot in slots:
-            if slot == self._slot and self._fd >= 0:
-                self._write(self._fd, kind)
-                continue
+            # One at a time, so that no descriptor is written to after another thread has closed
+            # it: by then it may be a file of somebody else's. A pipe never blocks.
             with self._lock:
-                fd = self._outgoing.get(slot, -1)
-            if fd < 0:
-                try:
-                    fd = os.open(self._path(slot), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                except OSError as error:
-                    if error.errno in (errno.ENXIO, errno.ENOENT):
-                        all_live = False
-                        continue
-                    raise
-                with self._lock:
-                    fd = self._keep(slot, fd)
-            if not self._write(fd, kind):
-                all_live = False
-                with self._lock:
-                    if self._outgoing.pop(slot, -1) == fd:
-                        os.close(fd)
+                all_live &= self._poke_own(kind) if slot == self._slot else self._poke(slot, kind)
         return all_live
 
-    def _keep(self, slot: int, fd: int) -> int:
-        other = self._outgoing.get(slot)
-        if other is not None:
+    def _poke_own(self, kind: bytes) -> bool:
+        return self._fd >= 0 and self._write(self._fd, kind)
+
+    def _poke(self, slot: int, kind: bytes) -> bool:
+        fd = self._outgoing.get(slot, -1)
+        if fd >= 0:
+            if self._write(fd, kind):
+                return True
+            # Whoever had the slot is gone. Another process may have it by now, with its own pipe.
+            del self._outgoing[slot]
             os.close(fd)
-            return other
+        try:
+            fd = os.open(self._path(slot), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENXIO, errno.ENOENT):
+                return False
+            # No descriptor left, say: no reason for a put to fail that is written. Who waits looks
+            # by himself before long, because the log has moved.
+            logger.warning("a process that waits can't be woken at once: %s", error)
+            return True
         self._outgoing[slot] = fd
-        return fd
+        return self._write(fd, kind)
 
     @staticmethod
     def _write(fd: int, kind: bytes) -> bool:
@@ -250,8 +253,8 @@ class Waker:
         """Make these of this process look again."""
         for waiter in waiters:
             waiter.wake()
-        if self._fd >= 0:
-            self._write(self._fd, _NUDGE_BYTE)  # whoever reads is woken by the pipe only
+        with self._lock:
+            self._poke_own(_NUDGE_BYTE)  # whoever reads is woken by the pipe only
 
     def wake_all(self) -> None:
         """Make every waiter of this process look again (the store closes or has failed)."""
@@ -274,7 +277,7 @@ class Waker:
 
     def abandon(self) -> None:
         """Close the descriptors a forked child inherited; the parent's stay as they are."""
-        self._lock = threading.Lock()  # the parent's may have been held
+        self._lock = threading.RLock()  # the parent's may have been held
         self._thread = None
         self._close_fds()
 
@@ -329,7 +332,11 @@ class Timer:
                 if self._closed:
                     return
                 function = heapq.heappop(self._heap)[2]
-            function()
+            try:
+                function()
+            except Exception:
+                # Of one of many who count on this thread: the others are called all the same.
+                logger.exception("%s: what was due has failed", self._name)
 
     def close(self) -> None:
         with self._condition:
