@@ -266,6 +266,23 @@ def test_metrics_without_the_extra_says_what_to_install(
 # bench
 
 
+def test_bench_measures_a_queue_of_its_own(tmp_path, js, monkeypatch):
+    """The replica and the flush policy that are set for other queues are not for this one."""
+    opened = []
+    made = weclaw.Queue
+
+    def note(*args, **options):
+        opened.append(made(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setenv("WECLAW_REPLICA", str(tmp_path / "copy.wq"))
+    monkeypatch.setenv("WECLAW_FLUSH_MODE", "os")
+    monkeypatch.setattr(weclaw, "Queue", note)
+    js("bench", tmp_path / "tasks.wq", "-n", 100)
+    assert [q._store._options.flush for q in opened] == ["sync", "batch"]
+    assert os.listdir(tmp_path) == []
+
+
 def test_bench_measures_against_a_floor_and_leaves_nothing(
     tmp_path: Path, js: Any, ctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 import msgpack
@@ -25,6 +25,8 @@ from weclaw_embedded.cli import _common as common
 __all__ = ["COMMANDS"]
 
 _BATCH = 100
+# What the rows say is so, whatever is set for the user's own queues in the environment.
+_ALONE: Final[dict[str, Any]] = {"replica": False}
 
 
 class Row(NamedTuple):
@@ -70,13 +72,13 @@ def bench(file: str | None, messages: int, as_json: bool) -> None:
                 return Row(work, median, len(took) * a_time / total, 0.0)
 
             rows = [step("floor: pack, write, sync", _floor, folder, messages)]
-            with weclaw.Queue(os.path.join(folder, "sync.wq")) as queue:
+            with weclaw.Queue(os.path.join(folder, "sync.wq"), flush="sync", **_ALONE) as queue:
                 rows.append(step("put, synced", _put, queue, messages))
                 rows.append(step("get + ack, synced", _get, queue, messages))
                 rows.append(
                     step(f"put_many({_BATCH}), synced", _put_many, queue, messages, a_time=_BATCH)
                 )
-            with weclaw.Queue(os.path.join(folder, "batch.wq"), flush="batch") as queue:
+            with weclaw.Queue(os.path.join(folder, "batch.wq"), flush="batch", **_ALONE) as queue:
                 rows.append(step('put, flush="batch"', _put, queue, messages))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
