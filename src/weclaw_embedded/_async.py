@@ -17,7 +17,7 @@ from ._io_calls import Op
 from ._message import Message, Transaction, describe
 from ._session import BATCH, Job
 from .dlq import DeadLetter, DeadLetterQueue
-from .errors import LeaseLostError
+from .errors import ClosedError, LeaseLostError
 
 if TYPE_CHECKING:
     import os
@@ -75,9 +75,17 @@ class AsyncMessage(Message):
         assert lease is not None, "it was settled"
         return Written(lease.engine, self._until)
 
-    def _execute(self, engine: Engine, operation: Callable[..., T], *args: Any) -> T:
+    def _settle(self, operation: Callable[..., T], *args: Any) -> T:
         done: T
-        done, self._until = write_now(engine, self._queue, operation, *args)
+        lease = self._held()
+        if lease.engine.forked:
+            raise self._lost()
+        try:
+            done, self._until = write_now(lease.engine, self._queue, operation, lease, *args)
+        except ClosedError:
+            if lease.over:
+                raise self._lost() from None
+            raise
         return done
 
     def _died(self) -> None:

@@ -275,7 +275,6 @@ class AsyncQueue:
         See `Queue.transaction`.
         """
         deadline_of(block, timeout)  # refuses what makes no sense
-        self._queue._engine  # noqa: B018  a closed queue says so
         return AsyncTransaction(self._queue, block, timeout)
 
     # -- results -----------------------------------------------------------------------------------

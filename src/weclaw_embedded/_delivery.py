@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from . import _clock, _records
 from ._engine import Engine
-from ._index import GroupState, Tx
+from ._index import GroupState, Row, Tx
 from ._options import RetryPolicy
 from ._records import NEVER, RELEASE
 from ._session import ALL, Session
@@ -83,21 +83,38 @@ class Lease:
 
     # Of most messages no more is to be said: one is made for each delivery.
     over = False
-    retry = crash = redrive = 0
+    retry = crash = 0
     delivery = 1
-    keyed = False
-    salt = 0
-    deadline_ns = NEVER
-    visibility_s: float | None = None
-    holder: object = None
+    unblocks = False  # when it ends, another may go: the next of its key, or the next suspect
+    location: int | None = None  # where the message was carried to, if it was
     renewal: Any = None  # what extends it while a `with` lasts
 
-    def __init__(self, engine: Engine, tid: int, gid: int, offset: int, priority: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tid: int,
+        gid: int,
+        offset: int,
+        salt: int,
+        deadline_ns: int,
+        visibility_s: float | None,
+        holder: object,
+    ) -> None:
         self.engine = engine
         self.tid = tid
         self.gid = gid
-        self.offset = self.location = offset
-        self.priority = priority
+        self.offset = offset
+        self.salt = salt  # of the segment it was put into
+        self.deadline_ns = deadline_ns
+        self.visibility_s = visibility_s
+        self.holder = holder
+
+    def know(self, row: Row) -> None:
+        """Take over what is known of a message that was delivered before, or has a key."""
+        self.retry = row.retry
+        self.crash = row.crash
+        self.delivery = _records.one_more(row.delivery)
+        self.unblocks = bool(row.keyed or row.crash)
 
     def release_record(self) -> bytes:
         """Hand it back uncounted."""
@@ -116,10 +133,12 @@ class Taken:
 
     __slots__ = ("dead", "leases", "look_again_us")
 
-    def __init__(self) -> None:
-        self.leases: list[Lease] = []
-        self.dead: list[int] = []  # offsets that became dead letters meanwhile
-        self.look_again_us: int | None = None  # queue time
+    def __init__(
+        self, leases: list[Lease], dead: list[int], look_again_us: int | None = None
+    ) -> None:
+        self.leases = leases
+        self.dead = dead  # offsets that became dead letters meanwhile
+        self.look_again_us = look_again_us  # queue time
 
 
 def topic_of(session: Session, name: str) -> tuple[int, list[_records.Record]]:
@@ -145,8 +164,11 @@ def topic_of(session: Session, name: str) -> tuple[int, list[_records.Record]]:
 def group_of(session: Session, address: Address) -> GroupState:
     """The group, begun now if it does not exist yet."""
     group = session.tx.group(address.gid)
-    if group is not None and group.name:
-        return group
+    return group if group is not None and group.name else begin_group(session, address)
+
+
+def begin_group(session: Session, address: Address) -> GroupState:
+    """Begin a group that does not exist, or lost its name to damage."""
     tid, records = topic_of(session, address.topic)
     session.append([*records, group_record(tid, address)])
     found = session.tx.group(address.gid)
@@ -273,8 +295,8 @@ def new_waiter(kind: int) -> Waiter:
 def set_aside(session: Session, offset: int, reason: str) -> None:
     """A message whose bytes are damaged: out of every group, told of in `verify` and `stats`."""
     session.append([_records.pack_damaged([(offset, clipped(reason))])])
-    for key in [key for key in session.engine.held if key[1] == offset]:
-        session.engine.let_go(key).over = True
+    engine = session.engine
+    engine.let_go([lease for lease in engine.held if lease.offset == offset])
     session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
     session.settled = ALL
 

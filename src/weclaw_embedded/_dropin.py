@@ -166,7 +166,7 @@ class Core:
     ) -> Taken:
         """Take up to `n` in the order of this queue."""
         if self.immediate:
-            return Taken()
+            return Taken([], [])
         choose = None if self.order is None else self.order.choose
         return _taking.take(session, self.queue._address, n, None, waiter, choose)
 

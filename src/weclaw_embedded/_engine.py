@@ -28,7 +28,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
@@ -110,6 +110,7 @@ _RESERVE_LOOKS: Final = 16
 _SPARE_TRIES: Final = 32
 # How long a replica that could not be asked to heal something is left alone.
 HEAL_PAUSE_S: Final = 30.0
+_FEW_HELD: Final = 1024  # leases
 _LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
 
 
@@ -165,9 +166,9 @@ class Engine(Folding, Together, Durability, FileOptions):
         # Apart from the timer, whose thread may be busy with a slow disk or a user's callback.
         self.renewals = Timer("weclaw-renewals")
         self.io: Any = None  # what serves event loops, made by `_io` when first needed
-        # Leases of this process: (gid, offset) -> the record that would hand it back.
-        self.held: dict[tuple[int, int], Any] = {}
-        self.suspects: dict[tuple[int, int], Any] = {}  # those of them that were in a crash
+        self.held: set[Any] = set()  # the leases of this process
+        self.suspects: set[Any] = set()  # those of them that were in a crash
+        self._most_held = _FEW_HELD  # with more it is looked which of them have run out
         self.last_ids = (-1, "")  # how the ids we make are written in a segment, the last one
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()
@@ -494,29 +495,36 @@ class Engine(Folding, Together, Durability, FileOptions):
         if not self.suspects:
             return 0
         now_ns = _clock.monotonic_ns()
-        return sum(1 for lease in self.suspects.values() if lease.deadline_ns > now_ns)
+        return sum(1 for lease in self.suspects if lease.deadline_ns > now_ns)
 
-    def hold(self, leases: Iterable[Any]) -> None:
+    def hold(self, leases: Sequence[Any]) -> None:
         """Note that this process has these leases. Called under the write lock."""
         held = self.held
-        for lease in leases:
-            held[lease.gid, lease.offset] = lease
-            if lease.crash:
-                self.suspects[lease.gid, lease.offset] = lease
+        held.update(leases)
+        if len(held) > self._most_held:
+            # Some may have run out and been judged by others, who do not tell: nobody settles them.
+            now_ns = _clock.monotonic_ns()
+            held.difference_update([lease for lease in held if lease.deadline_ns <= now_ns])
+            self._most_held = max(_FEW_HELD, 2 * len(held))
 
-    def let_go(self, key: tuple[int, int]) -> Any:
-        """Note that it has it no more; returns it, None when it was not held."""
+    def let_go(self, leases: Sequence[Any]) -> None:
+        """Note that it has these no more: they are over."""
+        for lease in leases:
+            lease.over = True
+        self.held.difference_update(leases)
         if self.suspects:
-            self.suspects.pop(key, None)
-        return self.held.pop(key, None)
+            self.suspects.difference_update(leases)
 
     def forget_taken(self, session: Session) -> None:
         """Let go of what was taken away by another process: its group was dropped, say."""
         tx = session.tx
-        for lease in list(self.held.values()):
-            if not tx.is_leased_to(lease.gid, lease.offset, self.token):
-                self.let_go((lease.gid, lease.offset))
-                lease.over = True
+        self.let_go(
+            [
+                lease
+                for lease in self.held
+                if not tx.is_leased_to(lease.gid, lease.offset, self.token)
+            ]
+        )
         self.leases_seen = self.page.words[LEASES_SEQ]
 
     def owner_record(self) -> _records.Record:
@@ -730,19 +738,22 @@ class Engine(Folding, Together, Durability, FileOptions):
             self.flush()
 
     def _release(self, session: Session, belongs: Callable[[Any], bool]) -> None:
-        leases = [lease for lease in self.held.values() if belongs(lease.holder)]
+        leases = [lease for lease in self.held if belongs(lease.holder)]
+        # The last lease of each message; the ones before ran out.
+        last = {
+            (lease.gid, lease.offset): lease
+            for lease in sorted(leases, key=lambda lease: lease.delivery)
+        }
         # What ran out may be somebody else's by now: only the index knows.
         records = [
             (lease.release_record(),)
-            for lease in leases
+            for lease in last.values()
             if session.tx.is_leased_to(lease.gid, lease.offset, self.token)
         ]
         if records:
             session.append(records)
             session.ready = ALL
-        for lease in leases:
-            lease.over = True
-            self.let_go((lease.gid, lease.offset))
+        self.let_go(leases)
 
     def _leave(self, session: Session) -> None:
         self._release(session, lambda holder: True)

@@ -15,12 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _delivery, _queries
-from ._delivery import Address, Lease
+from ._delivery import Address
 from ._engine import Engine
-from ._message import Content, Message
+from ._message import Content
 from ._options import QueueOptions, check_timeout
 from ._session import BATCH, Session
 from ._wake import Timer, Waiter
@@ -29,10 +29,8 @@ from .errors import ClosedError, CorruptError, DiskFullError
 
 if TYPE_CHECKING:
     from ._store import Store
-    from .queue import Queue
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
 logger = logging.getLogger("weclaw_embedded")
 
 # A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
@@ -175,22 +173,6 @@ class Handle:
                     continue
                 self._run(_delivery.set_aside, offset, str(error))
                 return None
-
-    def _messages_of(self, engine: Engine, leases: list[Lease], kind: type[M]) -> list[M]:
-        """What was taken, as messages of this kind; without what is gone or damaged."""
-        queue = cast("Queue", self)
-        read = engine.log.read_with_time
-        messages = []
-        for lease in leases:
-            try:
-                record, time_us = read(lease.location)
-                messages.append(kind(queue, lease, record, time_us))
-            except (LookupError, CorruptError, ValueError):
-                # Carried up, now or before; or damaged.
-                content = self._read(lease.offset, lease.location, lease.salt)
-                if content is not None:
-                    messages.append(kind(queue, lease, content._record, content._time_us))
-        return messages
 
     def _tell_dead(self, offsets: Iterable[int]) -> None:
         on_dead = self._options.on_dead

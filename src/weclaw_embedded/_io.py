@@ -433,7 +433,7 @@ class Io:
 
     def _look(self, session: Session, takes: Takes, wanted: int) -> Taken:
         """Take until nothing is found, so that whoever is left waits with a waiter registered."""
-        found = Taken()
+        found = Taken([], [])
         while len(found.leases) < wanted:
             n = wanted - len(found.leases)
             taken = takes.source.look(session, n, takes.visibility_s, self._ready)

@@ -28,7 +28,6 @@ from .errors import ClosedError, DiskFullError, LeaseLostError
 
 if TYPE_CHECKING:
     from ._delivery import Lease
-    from ._engine import Engine
     from ._index import Row
     from .queue import Queue
 
@@ -145,7 +144,12 @@ class Message(Told):
     def __init__(
         self, queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
     ) -> None:
-        Told.__init__(self, record, time_us, lease.offset, lease.salt)
+        # As Told, without a call more: one is made for each delivery.
+        self._meta = _records.meta_of_put(record)
+        self._record = record
+        self._time_us = time_us
+        self._offset = lease.offset
+        self._salt = lease.salt
         self._queue = queue
         self._lease: Lease | None = lease
 
@@ -269,23 +273,27 @@ class Message(Told):
 
     def _settle(self, operation: Callable[..., T], *args: Any) -> T:
         lease = self._lease or self._held()
-        engine: Engine = lease.engine
+        engine = lease.engine
         if engine.forked:
-            raise LeaseLostError(
-                f"message {self.id} is held by the parent process; nothing was changed"
-            )
+            raise self._lost()
         try:
-            return self._execute(engine, operation, lease, *args)
+            result = engine.execute(operation, lease, *args)
         except ClosedError:
             if lease.over:
-                raise LeaseLostError(f"message {self.id} was settled already") from None
+                raise self._lost() from None
             raise
-
-    def _execute(self, engine: Engine, operation: Callable[..., T], *args: Any) -> T:
-        result = engine.execute(operation, *args)
-        if self._queue._policy == BATCH and not engine.flush_is_due:
-            engine.flush_later(self._queue._store._options, 0)
+        queue = self._queue
+        if queue._policy == BATCH and not engine.flush_is_due:
+            engine.flush_later(queue._store._options, 0)
         return result
+
+    def _lost(self) -> LeaseLostError:
+        """Why it can't be settled though nobody took its lease away."""
+        if self._held().engine.forked:
+            why = "is held by the parent process; nothing was changed"
+        else:
+            why = "was settled already"
+        return LeaseLostError(f"message {self.id} {why}")
 
     def _died(self) -> None:
         """It became a dead letter by this very call."""
@@ -377,6 +385,7 @@ class Transaction:
 
     def __init__(self, queue: Queue, block: bool, timeout: float | None) -> None:
         self._queue = queue
+        self._engine = queue._engine  # a closed queue says so
         self._block = block
         self._timeout = timeout
         self._acks: list[tuple[Lease, bytes]] = []
@@ -387,11 +396,12 @@ class Transaction:
 
     def ack(self, msg: Message, result: Any = None) -> None:
         """Settle `msg` when the block ends. Raises as `Message.ack` does, at the end for leases."""
-        self._open()
+        if self._over:
+            self._open()
         if not isinstance(msg, Message):
             raise TypeError(f"ack takes a Message, not {msg!r}; nothing was changed")
-        lease = msg._held()
-        if lease.engine is not self._queue._engine:
+        lease = msg._lease or msg._held()
+        if lease.engine is not self._engine:
             raise ValueError("the message is of another file; a transaction is within one file")
         self._acks.append((lease, b"" if result is None else _values.pack_value(result, "result")))
 

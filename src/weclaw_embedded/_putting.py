@@ -27,7 +27,7 @@ from ._delivery import (
     waiting_in,
 )
 from ._session import SYNC, Session
-from ._settling import hold, let_go
+from ._settling import hold_all, let_go_all
 from ._shared import EVERYBODY, OPTIONS_SEQ, mask_of
 from ._taking import sweep
 from ._wake import Waiter
@@ -180,7 +180,7 @@ def _check_room(
             waiting -= len(session.tx.expired(group, session.now_us, waiting))
         else:
             dead: list[int] = []
-            sweep(session, group, address.retry, dead)
+            sweep(session, session.tx, group, address.retry, dead)
             if dead and tell_dead is not None:
                 session.when_written(partial(tell_dead, dead))
             waiting = waiting_in(session.tx, group)
@@ -306,13 +306,13 @@ def _transact(
     tell_dead: Callable[[str, list[int]], None],
 ) -> list[str]:
     session.check_writable()
-    for lease, _ in acks:
-        hold(session, lease)
-    if len({(lease.gid, lease.offset) for lease, _ in acks}) < len(acks):
+    leases = list(dict(acks))
+    if len(leases) < len(acks):
         raise LeaseLostError("a message was acked twice in one transaction; nothing was changed")
-    records: list[_records.Record] = [
-        _records.pack_ack(lease.tid, lease.gid, lease.offset, result) for lease, result in acks
-    ]
+    if leases and leases[0].engine is not session.engine:
+        raise LeaseLostError("the messages are held by the parent process; nothing was changed")
+    hold_all(session, leases)
+    records = _records.pack_acks(acks)
     topics: dict[str, int] = {}
     ids: list[str | None] = []
     places: list[int] = []
@@ -339,14 +339,13 @@ def _transact(
         if maxsizes.get(topic, 0) > 0:
             tell = partial(tell_dead, topic)
             _check_room(session, addresses[0], len(addresses), maxsizes[topic], tell)
-    for lease, _ in acks if maxsizes else ():
-        hold(session, lease)  # looking for room judges what lapsed, and time went by
+    if maxsizes:
+        hold_all(session, leases)  # looking for room judges what lapsed, and time went by
     if records:
         offsets = (
             _append_puts(session, records, policy) if puts else session.append(records, policy)
         )
         session.must_sync |= policy >= SYNC
-    for lease, _ in acks:
-        let_go(session, lease)
+    let_go_all(session, leases)
     made = iter(_ids_of(session, [offsets[place] for place in places]))
     return [known if known is not None else next(made) for known in ids]

@@ -77,7 +77,7 @@ def swept(session: Session, address: Address, dead: list[int]) -> GroupState | N
     if group is None:
         return _imagined(session, address)
     session.engine.bury(session, session.engine.dead_owners(everyone=True))
-    _taking.sweep(session, group, address.retry, dead)
+    _taking.sweep(session, session.tx, group, address.retry, dead)
     if session.imagined:
         dead.clear()  # who is told of a letter is told once: when it is written
     return group
@@ -103,7 +103,7 @@ def _imagined(session: Session, address: Address) -> GroupState | None:
         session.judge([_delivery.group_record(topic.tid, address)])
         group = tx.group(address.gid)
         assert group is not None, "a GROUP record makes the group"
-        _taking.sweep(session, group, address.retry, [])
+        _taking.sweep(session, session.tx, group, address.retry, [])
         return group
     template = session.tx.template(topic.tid)
     if session.tx.expired(template, session.now_us, 1):

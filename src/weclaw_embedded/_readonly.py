@@ -108,9 +108,9 @@ class ReadonlyEngine(Engine):
             raise
         self.index = Index.open(self._own, create=True)
         self.timer = self.renewals = Timer("weclaw-timer")
-        self.held = {}
+        self.held = set()
         self.healed = []
-        self.suspects = {}
+        self.suspects = set()
         self._written = []
         self._written_from = self._written_to = -1
         self._watch_fd = -1

@@ -41,6 +41,7 @@ _PLAIN_PUTS: Final = frozenset(
     for priority in range(PRIORITIES)
     for codec in range(CODEC_OTHER + 1)
 )
+_DELIVER_ONE: Final = struct.Struct(DELIVER_HEAD.format + DELIVER_ITEM.format[1:])
 _NO_META: Final[dict[int, Any]] = {}
 
 _META_TYPES: Final[dict[int, type]] = {
@@ -143,11 +144,12 @@ def pack_deliver(
     tid: int, gid: int, owner: int, deadline_ns: int, items: Sequence[Sequence[Any]]
 ) -> Record:
     """Return a DELIVER of items that begin with offset, priority, from_queue."""
-    head = DELIVER_HEAD.pack(DELIVER, 0, len(items), tid, gid, owner, deadline_ns)
+    n = len(items)
+    if n == 1:
+        offset, flags = items[0][0], items[0][1] << 4 | items[0][2]
+        return (_DELIVER_ONE.pack(DELIVER, 0, 1, tid, gid, owner, deadline_ns, offset, flags),)
+    head = DELIVER_HEAD.pack(DELIVER, 0, n, tid, gid, owner, deadline_ns)
     pack = DELIVER_ITEM.pack
-    if len(items) == 1:
-        item = items[0]
-        return (head + pack(item[0], item[1] << 4 | item[2]),)
     return (head + b"".join([pack(item[0], item[1] << 4 | item[2]) for item in items]),)
 
 
@@ -155,6 +157,17 @@ def pack_ack(tid: int, gid: int, offset: int, result: bytes = b"") -> Record:
     """Return an ACK; `result` is packed already, empty for None."""
     head = ACK_HEAD.pack(ACK, 0, 0, tid, gid, offset)
     return (head, result) if result else (head,)
+
+
+def pack_acks(acks: Iterable[tuple[Any, bytes]]) -> list[Record]:
+    """Return the ACKs of what has a tid, a gid and an offset, each with its result."""
+    pack = ACK_HEAD.pack
+    return [
+        (pack(ACK, 0, 0, one.tid, one.gid, one.offset), result)
+        if result
+        else (pack(ACK, 0, 0, one.tid, one.gid, one.offset),)
+        for one, result in acks
+    ]
 
 
 def pack_return(

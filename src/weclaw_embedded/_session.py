@@ -222,12 +222,12 @@ class Session:
         self.log.discard()
         words = self.page.words
         if words[TAIL] == self._tail and not words[WRITING]:
-            for lease in self.begun:
-                lease.over = True
-                self.engine.let_go((lease.gid, lease.offset))
             for lease in self.ended:
                 lease.over = False
+                if lease.crash:
+                    self.engine.suspects.add(lease)
             self.engine.hold(self.ended)
+            self.engine.let_go(self.begun)
         if self._appended and not self.page.words[WRITING]:
             self.page.forget_promises()  # else it is done by whoever heals
         tx, self._tx = self._tx, None

@@ -6,6 +6,8 @@ anything up: before its deadline, and under the lock, nobody else can have the l
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from . import _clock, _records
 from ._delivery import (
     SOON_S,
@@ -28,33 +30,64 @@ def hold(session: Session, lease: Lease) -> None:
     """
     if session.page.words[LEASES_SEQ] != session.engine.leases_seen:
         session.engine.forget_taken(session)
-    if lease.over or session.engine.held.get((lease.gid, lease.offset)) is not lease:
-        raise LeaseLostError(
+    if lease.over or _clock.monotonic_ns() >= lease.deadline_ns:
+        raise _lost(lease)
+
+
+def hold_all(session: Session, leases: Iterable[Lease]) -> None:
+    """`hold` for each of these, which are of this process."""
+    if session.page.words[LEASES_SEQ] != session.engine.leases_seen:
+        session.engine.forget_taken(session)
+    now_ns = _clock.monotonic_ns()
+    for lease in leases:
+        if lease.over or now_ns >= lease.deadline_ns:
+            raise _lost(lease)
+
+
+def _lost(lease: Lease) -> LeaseLostError:
+    if lease.over:
+        return LeaseLostError(
             f"message at offset {lease.offset} was settled already, or its lease was taken back; "
             "nothing was changed"
         )
-    if _clock.monotonic_ns() >= lease.deadline_ns:
-        raise LeaseLostError(
-            f"the lease of {lease.visibility_s} s on the message at offset {lease.offset} ran out "
-            "before it was settled; nothing was changed, the message is delivered again; use a "
-            "longer visibility_timeout, extend() or `with msg`"
-        )
+    return LeaseLostError(
+        f"the lease of {lease.visibility_s} s on the message at offset {lease.offset} ran out "
+        "before it was settled; nothing was changed, the message is delivered again; use a "
+        "longer visibility_timeout, extend() or `with msg`"
+    )
 
 
 def let_go(session: Session, lease: Lease) -> None:
+    """What was appended in this turn ends the lease."""
     lease.over = True
-    session.engine.let_go((lease.gid, lease.offset))
+    session.engine.held.discard(lease)
     session.ended.append(lease)
     mask = mask_of(lease.tid)
     session.settled |= mask
-    if lease.keyed or lease.crash:
+    if lease.unblocks:
+        session.engine.suspects.discard(lease)
         session.ready |= mask  # the next of its key, or the next suspect, may go
+
+
+def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
+    """`let_go` for each of these."""
+    session.engine.let_go(leases)
+    session.ended += leases
+    tid = mask = -1
+    for lease in leases:
+        if lease.tid != tid:
+            tid = lease.tid
+            mask = mask_of(tid)
+            session.settled |= mask
+        if lease.unblocks:
+            session.ready |= mask
 
 
 def ack(session: Session, lease: Lease, result: bytes, policy: int) -> None:
     hold(session, lease)
     session.append([_records.pack_ack(lease.tid, lease.gid, lease.offset, result)], policy)
-    session.must_sync |= policy >= SYNC
+    if policy >= SYNC:
+        session.must_sync = True
     let_go(session, lease)
 
 

@@ -187,8 +187,8 @@ class Store:
             session.append([_records.pack_group_drop(gid)], policy)
             session.must_sync |= policy >= SYNC
             session.settled |= mask_of(group.tid)
-            for key in [key for key in session.engine.held if key[0] == gid]:
-                session.engine.let_go(key).over = True
+            engine = session.engine
+            engine.let_go([lease for lease in engine.held if lease.gid == gid])
             session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
             return True
 

@@ -19,8 +19,8 @@ from ._delivery import (
     Lease,
     Taken,
     backoff_us,
+    begin_group,
     deadline_of,
-    group_of,
     place,
 )
 from ._index import GroupState, Pick, Row, Tx
@@ -55,47 +55,51 @@ def take(
     if words[WAITERS]:
         engine.unmark()
     session.check_writable()
-    group = group_of(session, address)
-    taken = Taken()
+    tx = session.tx
+    group = tx.group(address.gid)
+    if group is None or not group.name:
+        group = begin_group(session, address)
+    dead: list[int] = []
     if group.paused_until_us <= session.now_us:
         if words[OWNERS_HIGH] > 1:
-            dead = engine.dead_owners(everyone=False)
-            if dead:
-                engine.bury(session, dead)
-        picks = _look(session, group, address.retry, n, taken.dead, choose)
+            slots = engine.dead_owners(everyone=False)
+            if slots:
+                engine.bury(session, slots)
+        picks = _look(session, tx, group, address.retry, n, dead, choose)
         if not picks:
-            dead = engine.dead_owners(everyone=True)
-            if dead:
-                engine.bury(session, dead)
-                picks = _look(session, group, address.retry, n, taken.dead, choose)
+            slots = engine.dead_owners(everyone=True)
+            if slots:
+                engine.bury(session, slots)
+                picks = _look(session, tx, group, address.retry, n, dead, choose)
         if picks:
             if not words[SPARES]:
                 picks = _endable(session, picks)
-            _lease(session, address, group, picks, visibility_s, taken.leases)
+            leases = _lease(session, address, group, picks, visibility_s)
             mask = mask_of(group.tid)
             session.settled |= mask  # ready is less now: there may be room
             if visibility_s is not None and visibility_s < SOON_S:
                 session.ready |= mask  # so that they know when it ends
-            return taken
-        taken.look_again_us = next_look(session, group)
+            return Taken(leases, dead)
+        look_again_us = next_look(session, group)
     else:
-        taken.look_again_us = group.paused_until_us
+        look_again_us = group.paused_until_us
     if waiter is not None:
         engine.waker.add(waiter)
         session.page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
-    return taken
+    return Taken([], dead, look_again_us)
 
 
 def _look(
     session: Session,
+    tx: Tx,
     group: GroupState,
     retry: RetryPolicy,
     n: int,
     dead: list[int],
     choose: Callable[..., list[Pick]] | None,
 ) -> list[Pick]:
-    tx = sweep(session, group, retry, dead)
     engine = session.engine
+    sweep(session, tx, group, retry, dead)
     suspects = engine.suspects_held() if engine.suspects else 0
     visible = session.page.visible(session.log.pending_tail)
     now_us = session.now_us
@@ -134,37 +138,35 @@ def _lease(
     group: GroupState,
     picks: list[Pick],
     visibility_s: float | None,
-    leases: list[Lease],
-) -> None:
+) -> list[Lease]:
     engine = session.engine
     log = session.log
     tid, gid = group.tid, group.gid
     deadline_ns = deadline_of(visibility_s)
     holder = address.holder
-    head, bits = log.head_offset, log.bits
-    segment, salt = -1, 0
-    for offset, priority, _, row in picks:
-        lease = Lease(engine, tid, gid, offset, priority)
+    bits, segment, salt, location = log.bits, -1, 0, None
+    leases, suspects = [], []
+    for offset, _, _, row in picks:
+        if offset >> bits != segment:
+            try:
+                segment, salt, location = offset >> bits, log.salt(offset), None
+            except LookupError:  # carried up, and that segment was freed
+                segment, (location, salt) = -1, place(session, offset)
+        lease = Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder)
+        if location is not None:
+            lease.location = location
         if row is not None:
-            lease.retry = row.retry
-            lease.crash = row.crash
-            lease.redrive = row.redrive
-            lease.delivery = _records.one_more(row.delivery)
-            lease.keyed = row.keyed
-        lease.deadline_ns = deadline_ns
-        lease.visibility_s = visibility_s
-        lease.holder = holder
-        if offset < head:
-            lease.location, lease.salt = place(session, offset)
-        else:
-            if offset >> bits != segment:
-                segment, salt = offset >> bits, log.salt(offset)
-            lease.salt = salt
+            lease.know(row)
+            if row.crash:
+                suspects.append(lease)
         leases.append(lease)
     record = _records.pack_deliver(tid, gid, engine.token, deadline_ns, picks)
     session.append([record] if engine.introduced else [engine.owner_record(), record])
     session.begun += leases
     engine.hold(leases)
+    if suspects:
+        engine.suspects.update(suspects)
+    return leases
 
 
 def next_look(session: Session, group: GroupState) -> int | None:
@@ -179,11 +181,10 @@ def next_look(session: Session, group: GroupState) -> int | None:
     return soonest
 
 
-def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[int]) -> Tx:
+def sweep(session: Session, tx: Tx, group: GroupState, retry: RetryPolicy, dead: list[int]) -> None:
     """Judge what ended by itself: owners' deaths, leases run out, messages expired; then make
-    ready what is due. Offsets of new dead letters are added to `dead`. Returns the index.
+    ready what is due. Offsets of new dead letters are added to `dead`.
     """
-    tx = session.tx
     seq = session.page.words[DEAD_SEQ]
     if group.dead_seen != seq:
         living = {token for _, token in session.page.owners()}
@@ -196,15 +197,18 @@ def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[in
     now_ns = _clock.monotonic_ns()
     lapsed = tx.lapsed(group, now_ns) if now_ns >= group.next_deadline_ns else ()
     if lapsed:
-        for offset, _ in lapsed:
-            session.engine.let_go((group.gid, offset))
+        engine = session.engine
+        offsets = {offset for offset, _ in lapsed}
+        engine.let_go(
+            [one for one in engine.held if one.gid == group.gid and one.offset in offsets]
+        )
         _return_all(
             session,
             group,
             [_judge_lapse(session, group, o, r, retry, now_ns, dead) for o, r in lapsed],
         )
     if not (group.n_back or group.n_suspect or group.n_wait or group.n_parked):
-        return tx  # nothing that could expire or be due
+        return  # nothing that could expire or be due
     expired = tx.expired(group, session.now_us)
     if expired:
         dead.extend(offset for offset, _ in expired)
@@ -212,7 +216,6 @@ def sweep(session: Session, group: GroupState, retry: RetryPolicy, dead: list[in
             session, group, [_die(session, group, o, r, EXPIRY_REASON, None) for o, r in expired]
         )
     tx.move_due(group, session.now_us)
-    return tx
 
 
 def _return_all(session: Session, group: GroupState, records: list[_records.Record]) -> None:

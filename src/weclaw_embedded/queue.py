@@ -32,13 +32,14 @@ from ._options import (
     queue_options,
 )
 from ._putting import NoBytes, NoRoom
-from ._records import group_id
+from ._records import MAX_DELIVER, group_id
 from ._session import BATCH, POLICIES
-from ._shared import READY, SETTLED
-from ._wake import Waiter
+from ._shared import SETTLED
+from ._wake import READY_BYTE, Waiter
 from .dlq import DeadLetterQueue
 from .errors import (
     ClosedError,
+    CorruptError,
     Empty,
     Full,
 )
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ._store import Store
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 MAX_ID_BYTES: Final = 1024
 MAX_KEY_BYTES: Final = 65536
@@ -412,27 +414,36 @@ class Queue(Asking):
         visibility_timeout: float | Unset | None = UNSET,
     ) -> list[Message]:
         """Lease up to `n` messages, at least one, at most one of each key; waits as `get` does."""
-        return self._take(check_count("n", n, 1), block, timeout, visibility_timeout)
+        n = min(check_count("n", n, 1), MAX_DELIVER)
+        return self._take(n, block, timeout, visibility_timeout)
 
     def _take(
         self, n: int, block: bool, timeout: float | None, visibility_timeout: float | Unset | None
     ) -> list[Message]:
         engine = self._writable()
-        visibility_s = self._visibility(visibility_timeout)
-        until_s = deadline_of(block, timeout)
+        # What most calls give is looked at first.
+        visibility_s = self._visibility_s
+        if visibility_timeout is not UNSET:
+            visibility_s = self._visibility(visibility_timeout)
+        until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         may_sync = True
-        waiter = None if until_s == 0.0 else new_waiter(READY)
+        waiter = None if until_s == 0.0 else Waiter(READY_BYTE)
         while True:
             try:
-                taken = engine.execute(
-                    _taking.take, self._address, min(n, 0xFFFF), visibility_s, waiter
-                )
+                taken = engine.execute(_taking.take, self._address, n, visibility_s, waiter)
             except BaseException:
                 if waiter is not None:
                     engine.waker.discard(waiter)
                 raise
             if taken.leases:
-                messages = self._messages(engine, taken.leases)
+                try:
+                    messages = self._messages_of(engine, taken.leases, Message)
+                except BaseException:
+                    # Interrupted before anybody saw them: no delivery.
+                    for lease in taken.leases:
+                        with contextlib.suppress(Exception):
+                            engine.execute(_settling.release, lease, True)
+                    raise
                 if taken.dead:
                     self._tell_dead(taken.dead)
                 if messages:
@@ -443,7 +454,7 @@ class Queue(Asking):
             if waiter is not None:
                 self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
                 in_time = until_s is None or time.monotonic() < until_s
-                waiter = new_waiter(READY) if in_time else None
+                waiter = Waiter(READY_BYTE) if in_time else None
             elif may_sync and engine.settle_promises():
                 may_sync = False
             else:
@@ -456,15 +467,21 @@ class Queue(Asking):
             return None
         return check_seconds("visibility_timeout", given, positive=True)
 
-    def _messages(self, engine: Engine, leases: list[Lease]) -> list[Message]:
-        try:
-            return self._messages_of(engine, leases, Message)
-        except BaseException:
-            # Interrupted before anybody saw them: no delivery.
-            for lease in leases:
-                with contextlib.suppress(Exception):
-                    engine.execute(_settling.release, lease, True)
-            raise
+    def _messages_of(self, engine: Engine, leases: list[Lease], kind: type[M]) -> list[M]:
+        """What was taken, as messages of this kind; without what is gone or damaged."""
+        read = engine.log.read_with_time
+        messages = []
+        for lease in leases:
+            location = lease.offset if lease.location is None else lease.location
+            try:
+                record, time_us = read(location)
+                messages.append(kind(self, lease, record, time_us))
+            except (LookupError, CorruptError, ValueError):
+                # Carried up, now or before; or damaged.
+                content = self._read(lease.offset, location, lease.salt)
+                if content is not None:
+                    messages.append(kind(self, lease, content._record, content._time_us))
+        return messages
 
     def __iter__(self) -> Iterator[Message]:
         """The next message, and the next, waiting for each, until the queue is closed."""
@@ -488,7 +505,6 @@ class Queue(Asking):
         are not renewed meanwhile. One that puts nothing never waits.
         """
         deadline_of(block, timeout)  # refuses what makes no sense
-        self._engine  # noqa: B018  a closed queue says so
         return Transaction(self, block, timeout)
 
     def _address_of(self, topic: str | None) -> Address:

@@ -857,7 +857,7 @@ def test_a_settling_that_finds_no_room_leaves_the_message_held(path, open_queue,
             settle()
     with pytest.raises(weclaw.DiskFullError):
         q.get(block=False)
-    assert list(q._store._engine.held.values()) == [msg._lease]
+    assert list(q._store._engine.held) == [msg._lease]
     full[0] = False
     msg.ack()
     assert [m.body for m in q.get_many(5)] == ["b"]
