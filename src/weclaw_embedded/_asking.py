@@ -23,7 +23,7 @@ from ._records import key_hash
 from ._session import Session
 from ._shared import SETTLED
 from ._wake import Waiter
-from .errors import DeadLetterError, Empty, OffsetTrimmedError
+from .errors import CorruptError, DeadLetterError, Empty, OffsetTrimmedError
 
 if TYPE_CHECKING:
     from ._index import Row
@@ -46,10 +46,12 @@ class Asking(Handle):
             Empty: not settled yet.
             DeadLetterError: it is dead; carries the letter.
             KeyError: unknown, cancelled, purged, or no longer kept.
+            CorruptError, SerializationError: its bytes are damaged, or were when it was carried.
         """
         id = check_text("id", id)
         until_s = deadline_of(True, timeout)
         engine = self._engine
+        before: int | None = None
         while True:
             waiter = None if until_s == 0.0 else new_waiter(SETTLED)
             dead: list[int] = []
@@ -58,7 +60,17 @@ class Asking(Handle):
             if found.state in ("done", "dead", "unknown") and waiter is not None:
                 engine.waker.discard(waiter)
             if found.state == "done":
-                return self._result_at(engine, found.ack_at)
+                try:
+                    return self._result_at(engine, found.ack_at)
+                except CorruptError as error:
+                    if not engine.heal(error.offset, error.offset + 1):
+                        raise
+                    continue
+                except LookupError:
+                    if found.ack_at == before:
+                        raise KeyError(id) from None
+                    before = found.ack_at  # carried up, and its segment freed, since we looked
+                    continue
             if found.state == "dead":
                 raise DeadLetterError(self.dlq._at(found.offset))
             if found.state == "unknown":

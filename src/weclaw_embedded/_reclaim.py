@@ -26,6 +26,7 @@ from ._delivery import place, waiting_in
 from ._engine import UPKEEP_S, Engine
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
+from ._records import LOST_RESULT
 from ._session import Session
 from .errors import CorruptError, DiskFullError
 from .wal import HEAD, LAST, RESERVE, RESERVE_EACH, TAIL, Log
@@ -57,12 +58,24 @@ _CARRIED_BYTES: Final = 200 + ENVELOPE_BYTES + PART_BYTES
 _INDEXED_BYTES: Final = 256  # and what one that has no row yet takes in the index, in each group
 
 
-def step(session: Session, force: bool) -> float | None:
-    """Free the oldest segment if nothing needs it. `force`: retention does not hold it.
+def take_step(engine: Engine, force: bool) -> float | None:
+    """Free the oldest segment if nothing needs it. `force`: retention does not hold it. What can't
+    be read there, and the replica doesn't have, stays behind.
 
     Returns 0.0 when it was freed, so that another step may be worth it; the seconds until
     retention lets go of it; None when that is not a matter of time.
     """
+    for _ in range(_ROUNDS):
+        try:
+            return engine.turn(step, force, False)
+        except CorruptError as error:
+            if not engine.heal(error.offset, error.offset + 1):
+                break
+    return engine.turn(step, force, True)
+
+
+def step(session: Session, force: bool, harmed: bool) -> float | None:
+    """One step in one turn. Raises CorruptError, unless what is `harmed` is to be left behind."""
     log = session.log
     words = log.state.words
     segment = words[HEAD]
@@ -88,7 +101,7 @@ def step(session: Session, force: bool) -> float | None:
                 return None  # there is room to work it off where it is
         elif (wait_s := _getting_on_s(session, tx, (segment + 1) << log.bits)) > 0.0:
             return wait_s
-    records = _carries(session, tx, live, force)
+    records = _carries(session, tx, live, force, harmed)
     if records is None:
         return None
     checkpoint = log.checkpoint()
@@ -178,7 +191,7 @@ def _getting_on_s(session: Session, tx: Tx, end: int) -> float:
 
 
 def _carries(
-    session: Session, tx: Tx, live: list[int], force: bool
+    session: Session, tx: Tx, live: list[int], force: bool, harmed: bool
 ) -> list[_records.Record] | None:
     """The records that carry the live messages up, or None when that is not worth it now."""
     if not live:
@@ -191,6 +204,8 @@ def _carries(
         try:
             record, time_us = engine.put_and_time(place(session, offset)[0])
         except CorruptError:
+            if not harmed:
+                raise
             continue  # nothing to carry; it is reported where it is read
         put = bytes(record)
         puts.append((offset, put, time_us))
@@ -211,7 +226,7 @@ def _carries(
         return None
     if not (few or is_tight) and tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2:
         return None
-    return [_carry(session, tx, offset, put, time_us) for offset, put, time_us in puts]
+    return [_carry(session, tx, offset, put, time_us, harmed) for offset, put, time_us in puts]
 
 
 def _opens(session: Session, tx: Tx) -> bool:
@@ -232,15 +247,26 @@ def _opens(session: Session, tx: Tx) -> bool:
     return False
 
 
-def _carry(session: Session, tx: Tx, offset: int, put: bytes, time_us: int) -> _records.Record:
+def _carry(
+    session: Session, tx: Tx, offset: int, put: bytes, time_us: int, harmed: bool = False
+) -> _records.Record:
     engine = session.engine
+
+    def result(gid: int, location: int) -> bytes:
+        try:
+            return engine.result_bytes(location, gid)
+        except CorruptError:
+            if not harmed:
+                raise
+            return LOST_RESULT
+
     return _records.pack_carry(
         tx.carried_state(
             offset,
             put=put,
             salt=place(session, offset)[1],
             time_us=time_us,
-            result=lambda gid, location: engine.result_bytes(location, gid),
+            result=result,
         )
     )
 
@@ -252,7 +278,7 @@ def maintain(engine: Engine, *, busy: bool = False) -> float | None:
     wait_s: float | None = 0.0
     freed = 0
     while freed < _STEPS and wait_s == 0.0:
-        wait_s = engine.turn(step, False)
+        wait_s = take_step(engine, False)
         freed += wait_s == 0.0
     if freed:
         _make_reusable(engine)
@@ -330,10 +356,10 @@ def make_room(engine: Engine) -> bool:
     freed = 0
     # Where even that has no room, what was freed until then has to do.
     with contextlib.suppress(DiskFullError):
-        while freed < _STEPS and engine.turn(step, True) == 0.0:
+        while freed < _STEPS and take_step(engine, True) == 0.0:
             freed += 1
         if not freed and engine.turn(_leave_tail):
-            freed += engine.turn(step, True) == 0.0
+            freed += take_step(engine, True) == 0.0
     if engine.turn(lambda session: session.log.waiting()):
         _make_reusable(engine)
     else:

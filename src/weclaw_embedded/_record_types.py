@@ -81,6 +81,9 @@ MAX_TOTAL: Final = 2**62  # messages and bytes that a topic or a group has count
 MAX_WAIT_US: Final = 2**62  # a delay or a time to live as it was asked for
 MAX_TIME_US: Final = 2**58  # queue time of a frame; with any wait added it is below NEVER
 
+# What is carried of a result that can't be read any more: no msgpack begins with it.
+LOST_RESULT: Final = b"\xc1"
+
 FROM_QUEUE: Final = 1  # flag of a delivery: taken from the position queue, at the cursor
 KEY_HASH_BYTES: Final = 8
 NO_KEY: Final = bytes(KEY_HASH_BYTES)

@@ -364,6 +364,39 @@ def damaged_file(path, at_body=7):
     return bodies
 
 
+@pytest.mark.parametrize("what", ["the result", "the message"])
+def test_what_is_damaged_and_in_the_way_of_reclaim_stops_nothing(path, what):
+    """Its neighbours are put, taken and freed; a result that is lost is never told as another."""
+    result, body = b"r" * 60, b"m" * 60
+    with weclaw.open(path, retention=0, segment_bytes=2**16, flush="os") as store:
+        done = store.queue(group="done")
+        waits = store.queue(group="waits", retry=weclaw.RetryPolicy(backoff=5000.0))
+        id = done.put(body)
+        done.get().ack(result=result)
+        waits.get().nack()
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.seek(content.index(result if what == "the result" else body) + 30)
+            file.write(b"!")
+        store._engine.log.forget_read()
+        for n in range(200):
+            done.put(b"%d" % n * 300)
+            for q in (done, waits):
+                msg = q.get(timeout=30)
+                assert msg.body == b"%d" % n * 300
+                msg.ack()
+        eventually(lambda: store._engine.log.head_offset > 2**16)
+        if what == "the result":
+            assert waits.status(id) == "delayed"
+            with pytest.raises(weclaw.SerializationError):
+                done.result(id)
+    shutil.rmtree(f"{path}.d")
+    with weclaw.open(path) as store:
+        if what == "the result":
+            with pytest.raises(weclaw.SerializationError):
+                store.queue(group="done").result(id)
+
+
 def test_verify_writes_nothing_and_repair_mends(path):
     """`verify` names the damage and writes nothing; after `repair` the rest is in order."""
     bodies = damaged_file(path)
