@@ -314,6 +314,35 @@ def test_another_process_sees_what_was_written(path: Path) -> None:
         _files.close(log.fd)
 
 
+def test_what_another_wrote_and_was_just_walked_is_at_hand(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records and which frame is the last are known without another look at the file."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    state = LogState()
+    writer, reader = attach(path, state), attach(path, state)
+    writer.recover()
+    for group in ([b"a"], [b"b", b"c"], [b"d" * 100_000], [b"e"], [b"f"]):
+        start = state.words[TAIL]
+        offsets = put(writer, *group)
+        found = list(reader.stretches(start, state.words[TAIL], on_damage=fail))[-1]
+        reader.keep_at_hand(found)
+        with monkeypatch.context() as patch:
+            patch.setattr(_files, "read_at", fail)
+            assert reader.last_frame == writer.last_frame
+            if len(group) == 1 and len(group[0]) == 1:
+                assert reader.read(offsets[0]) == group[0]
+    put(writer, b"g")
+    reader.keep_at_hand(found)  # it isn't the last any more
+    assert reader.last_frame == writer.last_frame
+    assert reader.read(offsets[0]) == b"f"
+    for log in (writer, reader):
+        _files.close(log.fd)
+
+
 def test_a_reader_of_freed_and_reused_space_gets_lookup_error(path: Path) -> None:
     """A reader that is overtaken by the reuse of a slot is told so, never given other bytes."""
     state = LogState()

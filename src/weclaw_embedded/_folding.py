@@ -69,8 +69,6 @@ class Folding:
         else:
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
             last = fold_in_parts(self.index, tx, self.log, found, applied)
-            if last.end == tail:
-                self.log.remember_last(tail, last.offset)
             self.log.keep_at_hand(last.found)
 
     def fold_behind(self, *, busy: bool) -> None:

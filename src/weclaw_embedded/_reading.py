@@ -38,8 +38,8 @@ _SMALL_WINDOW = 4096
 _LARGE_WINDOW = 64 << 10
 
 # A window of the file: (offset of the first record that may be in it, of the last one, the bytes
-# of one segment from the frame of the first one on, all of them below the tail when they were
-# read, what a checksum there starts from less the record's offset).
+# of one segment from the frame of the first one on, what a checksum there starts from less the
+# record's offset).  The frame of the last one was below the tail when it was read.
 _Window: TypeAlias = tuple[int, int, bytes, int]
 _NO_WINDOW: _Window = (1, 0, b"", 0)
 # A checked part: (its offset, its bytes, position of each envelope -> length of the record, its
@@ -137,20 +137,28 @@ class Reading(Segments):
             return None
         if crc32(data[4:end], salt + begin) != crc:
             return None
-        self._open_window(begin, data, salt)
+        self._open_window(begin, len(data), data, salt)
         return data[_ALONE_BYTES:end], time_us
 
-    def _open_window(self, begin: int, data: bytes, salt: int) -> None:
-        first, last = begin + PART_BYTES, begin + len(data) - ENVELOPE_BYTES
-        self._window = (first, last, data, salt - PART_BYTES)
+    def _open_window(self, begin: int, n: int, data: bytes, salt: int) -> None:
+        """Make a window of the first `n` bytes of the data, which begin at an offset."""
+        self._window = (begin + PART_BYTES, begin + n - ENVELOPE_BYTES, data, salt - PART_BYTES)
 
     def keep_at_hand(self, found: Stretch | Frame | None) -> None:
-        """Have what was just read of the log's end, if it is little, at hand for those who want its
-        records next.
+        """Remember what is wanted next of what was just read up to the log's tail: which frame is
+        the last, and if they are few all of them.
         """
-        if isinstance(found, Stretch) and len(found.data) <= _LARGE_WINDOW:
-            salt = self.place(found.base >> self.bits)[1]
-            self._open_window(found.base, found.data[: found.ends[-1]], salt)
+        tail = self.state.words[TAIL]
+        if not isinstance(found, Stretch):
+            if found is not None and found.end == tail:
+                self.remember_last(tail, found.offset)
+            return
+        base, data, _, _, ends, _ = found
+        if base + ends[-1] == tail:
+            last = found.last
+            self._last = (tail, last, int.from_bytes(data[last - base : last - base + 4], "little"))
+        if len(data) <= _LARGE_WINDOW:
+            self._open_window(base, ends[-1], data, self.place(base >> self.bits)[1])
 
     def _load_part(self, offset: int) -> _Part:
         """Read and check the part in which the record at `offset` begins."""

@@ -339,10 +339,12 @@ def _stretch(base: int, data: bytes, at: int, salt: int, check: bool) -> Stretch
     add_head, add_place, add_end = heads.append, places.append, ends.append
     seed = salt + base & _MASK
     size = len(data) - _BEHIND
+    last = size - _SMALLEST
     highest = 0
-    while at <= size - _SMALLEST:
+    while at <= last:
         crc, length, commit_flags, envelope, head = unpack(data, at)
-        end = at + PART_BYTES + length
+        place = at + PART_BYTES
+        end = place + length
         if end > size or commit_flags & _UNUSUAL != WHOLE:
             break
         if commit_flags > highest and commit_flags >> 8 > base + at:
@@ -352,11 +354,10 @@ def _stretch(base: int, data: bytes, at: int, salt: int, check: bool) -> Stretch
             break
         if envelope == length + ONLY_ENVELOPE and length >= 16:
             add_head(head)
-            add_place(at + PART_BYTES)
+            add_place(place)
             add_end(end)
         else:
             known = len(places)
-            place = at + PART_BYTES
             while place < end - ENVELOPE_BYTES:
                 n, back, head = unpack_next(data, place)
                 record_end = place + ENVELOPE_BYTES + n
