@@ -64,8 +64,12 @@ def release(engine: Engine) -> None:
         engine.handles -= 1
         if engine.handles > 0 or engine.forked:
             return
-        for key in [key for key, value in _engines.items() if value is engine]:
+        keys = [key for key, value in _engines.items() if value is engine]
+        for key in keys:
             del _engines[key]
+        if not keys and engine not in _lookers:
+            return  # the end of the interpreter closes it, in another thread
+        _lookers.discard(engine)
         engine.close()
 
 

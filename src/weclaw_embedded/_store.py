@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -97,6 +98,7 @@ class Store:
         self, path: str | os.PathLike[str], options: StoreOptions, arguments: dict[str, Any]
     ) -> None:
         self._closed = True  # until it is open, for __del__
+        self._closing = threading.Lock()  # taken by the one call that closes it
         self.path = _full(path)
         self._options = options
         self._arguments = arguments
@@ -230,17 +232,18 @@ class Store:
         """Close this handle and its queues. The last handle of the process hands leases back
         uncounted and flushes. Closing twice does nothing; raises nothing after a failure.
         """
-        if self._closed:
-            return
-        for queue in list(self._queues):
-            queue._tell_untold()
-            queue._closed = True
-        self._closed = True
+        if not self._closing.acquire(blocking=False):
+            return  # two threads that close at once are one closing
         try:
+            for queue in list(self._queues):
+                queue._tell_untold()
+                queue._closed = True
+            self._closed = True
             if not self._shared.forked:
                 self._shared.waker.wake_all()
                 self._shared.hand_back(lambda holder: getattr(holder, "store", None) is self)
         finally:
+            self._closed = True
             self._shared.forsake(self._options)
             _registry.release(self._shared)
 
@@ -248,13 +251,18 @@ class Store:
         """Close what was dropped open, from a thread that holds no lock: the garbage collector
         may run in the middle of anything.
         """
-        if self._closed:
+        if not self._closing.acquire(blocking=False):
             return
         self._closed = True
-        engine = self._shared
+        engine, options = self._shared, self._options
+
+        def close() -> None:
+            engine.forsake(options)
+            _registry.release(engine)
+
         # At the end of the interpreter no thread can be started; what is open is closed there.
         if not engine.forked and not sys.is_finalizing():
-            engine.timer.call_at(0.0, lambda: _registry.release(engine))
+            engine.timer.call_at(0.0, close)
 
     def __enter__(self) -> Store:
         return self

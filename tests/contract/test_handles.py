@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import sys
+import threading
 
 import pytest
+from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
 
@@ -52,6 +56,44 @@ def test_closing_a_queue_of_a_store_leaves_the_store_open(path):
             first.put("x")
         second.put("y")
         assert store.queue("second").get(block=False).body == "y"
+
+
+def test_two_threads_that_close_a_store_give_one_share_back(path):
+    """However they meet: the other handle of the process stays open."""
+    for _ in range(60):
+        kept, closed = weclaw.open(path), weclaw.open(path)
+        meet = threading.Barrier(4)
+
+        def close(store=closed, meet=meet):
+            meet.wait()
+            store.close()
+
+        threads = [threading.Thread(target=close) for _ in range(4)]
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+        assert kept.queue().qsize() == 0
+        assert kept._engine.handles == 1
+        kept.close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_was_dropped_contradicts_nobody(path):
+    """A handle that the garbage collector closed has no options any more."""
+    with weclaw.open(path) as store:
+        dropped = weclaw.open(path, retention=10)
+        del dropped
+        gc.collect()
+        eventually(lambda: store._engine.handles == 1)
+        with weclaw.open(path, retention=20):
+            assert store._engine.option("retention") == 20
 
 
 def test_what_is_pickled_keeps_its_place(path):
