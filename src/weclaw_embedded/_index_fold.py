@@ -56,7 +56,6 @@ from ._records import (
     NO_KEY,
     PRIORITIES,
     PUT,
-    PUT_HEAD,
     STATE_DEAD,
     Failure,
     Readable,
@@ -69,8 +68,9 @@ from ._records import (
 # Offset, time of the frame, parts of the record.
 Told: TypeAlias = tuple[int, int, Sequence[Readable]]
 
-# The records that are most of a log, without what their heads say to nobody here: a DELIVER, with
-# its first item too, and an ACK.
+# The records that are most of a log, without what their heads say to nobody here: a PUT, a DELIVER,
+# one of a single message with it, and an ACK.
+_unpack_put: Final = Struct("<xBHI").unpack_from
 _unpack_deliver: Final = Struct("<2xHIQQQ").unpack_from
 _unpack_deliver_one: Final = Struct("<2xHIQQQQB").unpack
 _unpack_ack: Final = Struct("<8xQQ").unpack_from
@@ -126,11 +126,11 @@ class Fold(Keep):
     # Put
 
     def _put_message(self, offset: int, time_us: int, record: Readable) -> None:
-        size = len(record)
-        if size < PUT_HEAD.size:
+        try:
+            packed, meta_size, tid = _unpack_put(record)
+        except struct_error:
             self._reject(offset, "a PUT that is too short")
             return
-        _, packed, meta_size, tid = PUT_HEAD.unpack_from(record)
         priority = packed >> 4
         if priority >= PRIORITIES:
             self._reject(offset, f"a PUT with priority {priority}")
@@ -144,7 +144,7 @@ class Fold(Keep):
                 return
         topic = self._topics.get(tid) or self._topic(tid)
         topic.puts += 1
-        topic.put_bytes += size
+        topic.put_bytes += len(record)
         self._changed_topics[tid] = topic
         if not meta:
             self._append(topic, priority, offset)
@@ -168,7 +168,7 @@ class Fold(Keep):
                 deadline=due_us,
                 expiry_us=expiry_us,
                 keyhash=keyhash,
-                size=min(size, NARROW),
+                size=min(len(record), NARROW),
             )
             self._enter(group, offset, row, time_us)
 

@@ -81,14 +81,14 @@ class Many(Fold):
             for one in found:
                 if not isinstance(one, Stretch):
                     _, end, time_us, _, _, records = one
-                    told = [(offset, time_us, (record,)) for offset, record in records]
+                    told = ((offset, time_us, (record,)) for offset, record in records)
                     self.apply(told, is_all=False)
                     continue
                 end = one.end
                 if len(one.places) > _FEW:
                     self._fold_stretch(one)
                 else:
-                    told = [(offset, when, (record,)) for offset, when, record in one.records()]
+                    told = ((offset, when, (record,)) for offset, when, record in one.records())
                     self.apply(told, is_all=False)
                 if sum(len(group.fresh) for group in self._changed_groups.values()) > _MOST_FRESH:
                     self._write_leases()

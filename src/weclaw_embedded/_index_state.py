@@ -479,7 +479,7 @@ class State:
 
     def _append(self, topic: TopicState, priority: int, offset: int) -> None:
         """Put an offset at the end of a queue."""
-        self._tail(topic, priority).add(offset)
+        (topic.tail[priority] or self._tail(topic, priority)).add(offset)
         tail = topic.tails[priority] = topic.tails[priority] + 1
         if not topic.used >> priority & 1:
             topic.use(priority)
