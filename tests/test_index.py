@@ -152,6 +152,55 @@ def test_what_stays_in_memory_leaves_the_rows_that_commits_do(seed: int, tmp_pat
     plain.close()
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_at_hand_is_what_an_index_read_anew_has(seed: int, tmp_path: Path) -> None:
+    """Whatever was picked and folded before, and however much at once, the next messages of every
+    group are those that its rows say.
+    """
+    numbers = random.Random(seed)
+    log = list(hot_log(numbers, length=numbers.choice((300, 2500)), priorities=(1, 1, 2, 3)))
+    ends = [offset for offset, _, _ in log[1:]] + [log[-1][0] + 1000]
+    gids = {said.gid for _, _, data in log if isinstance(said := unpacked(data), rec.Group)}
+    kept, anew = Index.open(tmp_path / "a", create=True), Index.open(tmp_path / "b", create=True)
+    kept.share(memoryview(bytearray(8)).cast("Q"))
+    told = 0
+    while told < len(log):
+        part = log[told : told + numbers.choice((1, 1, 2, 30, 300))]
+        told += len(part)
+        for index in (kept, anew):
+            tx = index.write()
+            if len(part) > 30:
+                tx.apply_many(found(part, numbers))
+            else:
+                tx.apply((offset, time_us, (data,)) for offset, time_us, data in part)
+            if index is anew or not tx.keep(ends[told - 1]):
+                tx.commit(ends[told - 1], 1)
+        n, visible = numbers.choice((1, 1, 2, 5, 3000)), numbers.choice((ALL, log[told - 1][0]))
+        now, known = kept.write(), anew.write()
+        for gid in gids:
+            group, same = now.group(gid), known.group(gid)
+            assert (group is None) == (same is None)
+            if group is not None and same is not None:
+                picks = [
+                    [pick[:3] for pick in tx.pick(one, n, visible=visible, suspects=1)]
+                    for tx, one in ((now, group), (known, same))
+                ]
+                assert picks[0] == picks[1]
+        known.abort()  # what it knew in memory is read again
+        if not now.keep(ends[told - 1]):
+            now.commit(ends[told - 1], 1)
+    kept.close()
+    anew.close()
+
+
+def unpacked(data: bytes) -> rec.AnyRecord | None:
+    """Return a record, if it can be read."""
+    try:
+        return rec.unpack(data)
+    except ValueError:
+        return None
+
+
 def test_an_index_in_memory_is_dropped_when_another_process_commits(tmp_path: Path) -> None:
     """The shared count says so, and what LMDB has then is read; without a change nothing is."""
     index = Index.open(tmp_path / "a", create=True)
@@ -248,9 +297,60 @@ def test_a_full_chunk_is_found_before_it_is_written(tmp_path: Path) -> None:
     kept.index.close()
 
 
-def hot_log(numbers: random.Random, length: int) -> Iterator[tuple[int, int, bytes]]:
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_what_was_cancelled_is_passed_over_wherever_the_group_is(
+    at_once: int, tmp_path: Path
+) -> None:
+    """Cancelled ahead of a part of a queue that is at hand, it is neither picked nor leased, though
+    a delivery may name it.
+    """
+    kept = Kept(tmp_path / "a")
+    for _ in range(5):
+        kept.messages.append(kept.tell(rec.pack_put(0, 0, 0, b"", b"x")))
+
+    def next_ones() -> list[int]:
+        tx = kept.index.write()
+        group = tx.group(kept.gid)
+        assert group is not None
+        return [pick.offset for pick in tx.pick(group, at_once, visible=kept.end)]
+
+    def deliver(messages: list[int]) -> None:
+        items = [(message, 0, 1) for message in messages]
+        kept.tell(rec.pack_deliver(0, kept.gid, 5, 2**40, items))
+
+    first, *others = kept.messages
+    deliver([first])
+    assert next_ones() == others[:at_once]
+    kept.tell(rec.pack_cancel(0, [others[0], others[2]]))
+    left = [others[1], *others[3:]]
+    assert next_ones() == left[:at_once]
+    for start in range(0, 4, at_once):
+        deliver(others[start : min(start + at_once, 4)])
+    assert kept.counts() == (3, 0, 0)
+    assert next_ones() == others[4 : 4 + at_once]
+    leases = kept.index.write().leases(kept.gid)
+    assert [offset for offset, _ in leases] == [first, others[1], others[3]]
+    kept.index.close()
+
+
+def test_no_memory_is_left_ahead_of_what_no_record_can_bring_again(tmp_path: Path) -> None:
+    """What the store remembers of an index is in LMDB alone: a transaction that set it commits."""
+    kept = Kept(tmp_path / "a")
+    tx = kept.index.write()
+    tx.meta = {"a": 1}
+    assert not tx.keep(kept.end)
+    tx.commit(kept.end, 1)
+    tx = kept.index.write()
+    assert tx.keep(kept.end)
+    kept.index.close()
+
+
+def hot_log(
+    numbers: random.Random, length: int, priorities: tuple[int, ...] = (1, 1, 2)
+) -> Iterator[tuple[int, int, bytes]]:
     """Yield records that are mostly puts of plain messages, deliveries of the next and acks."""
-    n_topics, n_groups, n_priorities = (numbers.choice((1, 1, 2)) for _ in range(3))
+    n_topics, n_groups = (numbers.choice((1, 1, 2)) for _ in range(2))
+    n_priorities = numbers.choice(priorities)
     groups = [
         (tid, rec.group_id(str(tid), str(n))) for tid in range(n_topics) for n in range(n_groups)
     ]
@@ -306,8 +406,10 @@ def odd_record(
         joined(rec.pack_return(gid, one, rec.RELEASE, due_us=0, delivery=1, retry=0, crash=0)),
         joined(rec.pack_dead(gid, one, "why", 5, retry=1, crash=0)),
         joined(rec.pack_cancel(tid, messages[1:3])),
+        joined(rec.pack_purge(gid)),
         joined(rec.pack_ack(tid, gid, one)),
         joined(rec.pack_clean()),
+        joined(rec.pack_deliver(tid, gid, 5, 9, [(one, 12, 1)])),
         deliver,
         deliver + b"x",
         deliver + b"x",
