@@ -351,13 +351,13 @@ def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
         _engine.ALONE_CHECK_S = 3600.0
         q = weclaw.Queue(path)
         engine = q._store._engine
-        real = engine.turn
+        real = engine.execute
 
         def turn(operation, *args):
             pipe.send(engine.look_every_s)
             return real(operation, *args)
 
-        engine.turn = turn
+        engine.execute = turn
         with q.get() as msg:
             pipe.send(msg.body)
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from . import _files
-from ._opening import WRITE
 from ._options import StoreOptions
 from ._shared import (
     FAILED,
@@ -43,11 +42,22 @@ def poll_of(fd: int) -> select.poll | None:
     return poll
 
 
+def _may_have_moved(wait_ms: int) -> bool:
+    return True
+
+
+def asker_of(fd: int) -> Callable[[int], object]:
+    """What says, when called with 0 (ms to wait), whether a name that `fd` watches may have changed
+    its file; always, where the system watches none. For one thread at a time.
+    """
+    poll = poll_of(fd)
+    return _may_have_moved if poll is None else poll.poll
+
+
 class Durability:
     """What `Engine` inherits to sync, and to stop when that fails."""
 
     path: str
-    fd: int
     page: SharedPage
     log: Log
     slot: int
@@ -56,13 +66,15 @@ class Durability:
     timer: Timer
     wake: Callable[[Sequence[int], bytes], None]
     _lock: threading.Lock
+    _lock_file: Callable[[], object]
+    _unlock_file: Callable[[], object]
     _sync_lock: threading.Lock
     _syncing: bool
     _sync_waiters: list[tuple[int, threading.Lock]]
     _failure: str | None
     _identity: tuple[int, ...]
     _watch_fd: int
-    _sync_watch: select.poll | None
+    _has_moved: Callable[[int], object]
     flush_is_due: bool
     _unsynced: int
 
@@ -137,11 +149,10 @@ class Durability:
                 if words[COMMIT] < target:
                     raise self._closed_meanwhile()
                 return
-            watch = self._sync_watch
-            if watch is None or watch.poll(0):
-                self._look_at_place(watch)
+            if self._has_moved(0):
+                self._look_at_place()
             try:
-                _files.lock(self.fd, WRITE, True)
+                self._lock_file()
                 if words[FAILED]:
                     raise self._failed()
                 if words[COMMIT] < target:
@@ -149,7 +160,7 @@ class Durability:
                     pokes = self.page.take_seen()
                 feeder = words[FEEDER_SLEEPS]
             finally:
-                _files.unlock(self.fd, WRITE)
+                self._unlock_file()
         if pokes:
             self.wake(pokes, READY_BYTE)
         # Where whoever waits for the replica leads the round himself, nobody else is woken for it.
@@ -229,8 +240,8 @@ class Durability:
         if not self.page.is_in_place():
             raise self.fail("the scratch folder was deleted, moved or replaced while in use")
 
-    def _look_at_place(self, watch: select.poll | None) -> None:
+    def _look_at_place(self) -> None:
         """The same where there is a reason to: the system has said so, or can't."""
         self._check_place()
-        if watch is not None:
+        if self._watch_fd >= 0:
             _files.read_all(self._watch_fd)

@@ -34,7 +34,7 @@ from typing import Any, Final, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files, _records
-from ._durability import Durability, poll_of
+from ._durability import Durability, asker_of
 from ._file_options import FileOptions
 from ._folding import Folding
 from ._format import FENCED, VOUCH
@@ -49,7 +49,7 @@ from ._opening import (
     write_clean_mark,
 )
 from ._options import DEFAULTS, StoreOptions
-from ._session import ALL, Job, Record, Session
+from ._session import ALL, Appended, Job, Session
 from ._shared import (
     CLEAN_AT,
     DEAD_SEQ,
@@ -105,9 +105,7 @@ ALONE_CHECK_S: Final = 2.0
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
 # How often, while a segment is filled, it is seen to that a full disk could be worked off.
-_RESERVE_LOOKS: Final = 16
-# How often, in the last segment there is room for, it is tried to free another.
-_SPARE_TRIES: Final = 32
+_LOOKS: Final = 32
 # How long a replica that could not be asked to heal something is left alone.
 HEAL_PAUSE_S: Final = 30.0
 _FEW_HELD: Final = 1024  # leases
@@ -130,6 +128,13 @@ def _session_maker() -> Callable[[Engine, int], Session]:
     from ._replicated import session_of
 
     return session_of
+
+
+def _without_making_room(
+    session: Session, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
+) -> T:
+    session.may_make_room = False
+    return operation(session, *args)
 
 
 def _tell_everybody(session: Session) -> None:
@@ -172,6 +177,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self.last_ids = (-1, "")  # how the ids we make are written in a segment, the last one
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()
+        self._lock_file, self._unlock_file = _files.bound_lock(self.fd, WRITE)
         self._lead_lock = threading.Lock()
         self._led = False
         self._waiting: deque[Job] = deque()
@@ -183,13 +189,11 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._watch_fd = _files.watch_names(
             [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
         )
-        # Two, because a poll object is one thread's at a time: one under the lock, one for
-        # whoever syncs.
-        self._watch, self._sync_watch = poll_of(self._watch_fd), poll_of(self._watch_fd)
+        self._has_moved = asker_of(self._watch_fd)
         self.flush_is_due = False
         self._unsynced = 0
         # What this process wrote last, from one offset to another, and is not in the index yet.
-        self._written: list[tuple[int, int, Record]] = []
+        self._written: list[Appended] = []
         self._written_from = self._written_to = -1
         self.folded_to = self._tail_seen = 0
         self._next_probe = 0
@@ -199,9 +203,8 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._upkeep_due = False
         self._room_lock = threading.Lock()
         self._room_maker = 0  # the thread that has it
-        self._spare_tried = -(1 << 62)
-        self._reserve_seen = self.page.words[TAIL]
-        self._reserve_step = self.log.segment_bytes // _RESERVE_LOOKS
+        # From this offset on it is looked whether there is space enough.
+        self._look_at = self.page.words[TAIL] + self.log.segment_bytes // _LOOKS
         # What groups in the way of reclaim had done, and when that last changed (queue time).
         self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
         self.known_options: dict[str, Any] = {}
@@ -237,7 +240,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         if not self.page.words[REPLICATION] & (IS_COPY | IS_FENCED):
             if self.look_every_s < ALONE_CHECK_S:
                 self.execute(_tell_everybody)  # whoever waits is no longer alone
-            self._look_after_reserve()
+            self._look_for_space(self.page.words[TAIL])
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -248,65 +251,89 @@ class Engine(Folding, Together, Durability, FileOptions):
         operation raises, then nothing was written. Where the disk is full, settled space is freed
         before anything is refused.
         """
+        session = None
+        words = self.page.words
         try:
-            return self.turn(operation, *args)
+            with self._lock:
+                if self.closed:
+                    self._check_open()
+                try:
+                    self._lock_file()
+                    if words[FAILED] or words[WRITING] or words[REPLICATION] or self._has_moved(0):
+                        session = self._begin()
+                    else:
+                        session = Session(self)
+                    result = operation(session, *args)
+                    session.finish()
+                    if session.woken or words[WAITERS]:
+                        self._take_pokes(session)
+                except BaseException as error:
+                    if session is not None:
+                        session.abort(error)
+                    raise
+                finally:
+                    # Also when the lock was not reached: releasing what is not held does nothing.
+                    self._unlock_file()
         except DiskFullError:
-            if not self.make_room():
+            if session is None or not session.may_make_room or not self.make_room():
                 raise
             return self.turn(operation, *args)
+        if session.pokes or session.tail >= self._look_at or session.is_index_short:
+            self._after(session)
+        if session.settled and not self._upkeep_due:
+            self._upkeep_soon()
+        if session.must_sync:
+            self.durable(session.tail)
+            if session.replicated:
+                session.confirm(session.tail, session.take_puts())
+        return result
 
     def turn(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """`execute`, once, with the space there is."""
-        words = self.page.words
-        with self._lock:
-            if self.closed:
-                self._check_open()
-            try:
-                _files.lock(self.fd, WRITE, True)
-                session = self._begin()
-                try:
-                    result = operation(session, *args)
-                    session.finish()
-                except BaseException as error:
-                    session.abort(error)
-                    raise
-                tail = words[TAIL]
-                pokes = None
-                if session.woken or words[WAITERS]:
-                    pokes = self._take_pokes(session)
-            finally:
-                # Also when the lock was not reached: releasing what is not held does nothing.
-                _files.unlock(self.fd, WRITE)
-        self._after(session, pokes)
-        if session.must_sync:
-            self.durable(tail)
-            if session.replicated:
-                session.confirm(tail, session.take_puts())
-        return result
+        return self.execute(_without_making_room, operation, *args)
 
-    def _after(self, session: Session, pokes: list[tuple[bytes, Sequence[int]]] | None) -> None:
-        """What follows a turn, with the lock given back."""
-        if pokes is not None:
-            for kind, slots in pokes:
-                self.wake(slots, kind)
+    def _begin(self) -> Session:
+        """What is not plain about a turn, before it."""
+        words = self.page.words
+        if words[FAILED]:
+            raise self._failed()
+        if self._has_moved(0):
+            self._look_at_place()
+        if words[WRITING]:
+            # Its holder died, or was interrupted, in the middle of a write.
+            self.log.heal()
+            self.page.forget_promises()
+        mode = words[REPLICATION]
+        return _session_maker()(self, mode) if mode else Session(self)
+
+    def _after(self, session: Session) -> None:
+        """What is not plain about a turn, after it, with the lock given back."""
+        for kind, slots in session.pokes:
+            self.wake(slots, kind)
+        # Not in the turns that make room: that would wait for itself.
+        if session.tail >= self._look_at and self._room_maker != threading.get_ident():
+            self._look_for_space(session.tail)
+        if session.is_index_short:
+            self._feed_index()
+
+    def _look_for_space(self, tail: int) -> None:
+        """See to it that there is space for what comes: now and then, and when a segment begins, be
+        it another process that began it.
+        """
         words = self.page.words
         last = words[LAST]
+        log = self.log
+        self._look_at = min((last + 1) << log.bits, tail + log.segment_bytes // _LOOKS)
         if last != self._last_segment:
             # At once, so that space is used again as fast as it is used up.
             self._last_segment = last
             self._upkeep(busy=True)
             self._upkeep_soon()
-        elif session.settled and not self._upkeep_due:
-            self._upkeep_soon()
-        # Not in the turns that make room: that would wait for itself.
-        if not words[SPARES] and self._room_maker != threading.get_ident():
+        if not words[SPARES]:
             self._keep_spare()
         if self.index.room.is_short:
             self._feed_index()
-        tail = words[TAIL]
-        if not 0 <= tail - self._reserve_seen < self._reserve_step:
-            self._reserve_seen = tail
-            self._look_after_reserve()
+        self._look_after_reserve()
 
     def _look_after_reserve(self) -> None:
         from ._reclaim import is_short
@@ -328,10 +355,6 @@ class Engine(Folding, Together, Durability, FileOptions):
         """Have a spare slot again; where there is no room for one, free what is settled while there
         is still a little to do it with.
         """
-        tail = self.page.words[TAIL]
-        if 0 <= tail - self._spare_tried < self.log.segment_bytes // _SPARE_TRIES:
-            return
-        self._spare_tried = tail
         # A failure is in the shared page by now; without room it is tried again further on.
         with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
             try:
@@ -356,31 +379,16 @@ class Engine(Folding, Together, Durability, FileOptions):
         if self.closed:
             raise ClosedError(f"{self.path} is closed; nothing was changed; open it again")
 
-    def _begin(self) -> Session:
-        words = self.page.words
-        if words[FAILED] or self._failure:
-            raise self._failed()
-        watch = self._watch
-        if watch is None or watch.poll(0):
-            self._look_at_place(watch)
-        if words[WRITING]:
-            # Its holder died, or was interrupted, in the middle of a write.
-            self.log.heal()
-            self.page.forget_promises()
-        mode = words[REPLICATION]
-        return _session_maker()(self, mode) if mode else Session(self)
-
-    def _take_pokes(self, session: Session) -> list[tuple[bytes, Sequence[int]]] | None:
-        if not (session.woken or self.page.words[WAITERS]):
-            return None
-        pokes = []
+    def _take_pokes(self, session: Session) -> None:
+        """Note whom to wake when the lock is given back."""
+        pokes: list[tuple[bytes, Sequence[int]]] = []
         if session.woken:
             pokes.append((READY_BYTE, session.woken))
         if session.ready:
             pokes.append((READY_BYTE, self.page.take_waiting(READY, session.ready)))
         if session.settled:
             pokes.append((SETTLED_BYTE, self.page.take_waiting(SETTLED, session.settled)))
-        return pokes
+        session.pokes = pokes
 
     def wake(self, slots: Sequence[int], kind: bytes) -> None:
         """Wake the processes in these slots. If one of them has died, all others that wait: what
@@ -782,7 +790,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self.page.close()
         _files.close(self.fd)
         if self._watch_fd >= 0:
-            self._watch = self._sync_watch = None
+            self._has_moved = asker_of(-1)
             _files.close(self._watch_fd)
             self._watch_fd = -1
 

@@ -12,12 +12,12 @@ case once it is `_MOST_LEFT_BYTES`; in parts, so that nobody waits long for the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 from ._index import Index, IndexFullError, Tx
 from ._rebuild import Last, fold_in_parts, seed
-from ._session import Record, Session
+from ._session import Appended, Session
 from ._shared import SharedPage
 from .errors import CorruptError
 from .wal import TAIL, Log, Recovery
@@ -25,8 +25,7 @@ from .wal import TAIL, Log, Recovery
 logger = logging.getLogger("weclaw_embedded")
 
 # Of what a process wrote itself, so much is applied from memory instead of read back.
-_MOST_REMEMBERED: Final = 256
-_LARGEST_REMEMBERED: Final = 65536
+_MOST_REMEMBERED_BYTES: Final = 64 << 10
 # How far the index may be behind, and in what parts it then follows.
 _MOST_LEFT_BYTES: Final = 256 << 20
 _PART_BYTES: Final = 2 << 20
@@ -41,7 +40,7 @@ class Folding:
     index: Index
     healed: list[tuple[int, str]]
     # What this process wrote last, from one offset to another, and is not in the index yet.
-    _written: list[tuple[int, int, Record]]
+    _written: list[Appended]
     _written_from: int
     _written_to: int
     # Up to here the index is known to be level; others may have brought it further.
@@ -54,14 +53,14 @@ class Folding:
         """Apply everything written and not yet applied. The caller holds the write lock."""
         applied = tx.applied
         tail = self.page.words[TAIL]
-        if not applied or applied < self.log.head_offset:
+        if applied == self._written_from and tail == self._written_to:
+            # All that is new is our own: no need to read it back.
+            tx.apply(self._written)
+        elif not applied or applied < self.log.head_offset:
             if applied:
                 # An old one: what it never saw was given back meanwhile.
                 tx.clear()
             self.fold_all(tx)
-        elif applied == self._written_from and tail == self._written_to:
-            # All that is new is our own: no need to read it back.
-            tx.apply(self._written)
         elif applied == tail:
             if tx.stored == tail:
                 # Others may have applied it all, and this process never seen the last frame.
@@ -110,17 +109,20 @@ class Folding:
         tx.abort()
         session.tx  # noqa: B018  the little that is left, or all of it anew
 
-    def remember_written(self, start: int, appended: Sequence[tuple[int, int, Record]]) -> None:
-        """Keep a little of what this process wrote and the index does not have yet."""
-        tail = self.page.words[TAIL]
-        if len(appended) > _MOST_REMEMBERED or tail - start > _LARGEST_REMEMBERED:
-            self._written_to = -1
-            return
-        if start != self._written_to or len(self._written) >= _MOST_REMEMBERED:
-            self._written = []
+    def remember_written(self, start: int, tail: int, appended: list[Appended]) -> None:
+        """Keep a little of what this process wrote and the index does not have yet. What was
+        `appended` is in this list from then on, with what follows it.
+        """
+        if start == self._written_to:
+            self._written += appended
+        else:
+            self._written = appended
             self._written_from = start
-        self._written_to = tail
-        self._written += appended
+        if tail - self._written_from <= _MOST_REMEMBERED_BYTES:
+            self._written_to = tail
+        else:
+            self._written = []
+            self._written_to = -1
 
     def fold_all(self, tx: Tx) -> None:
         """Apply the whole log, or what is left of it, beginning with what a checkpoint knows of the

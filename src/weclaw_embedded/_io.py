@@ -673,7 +673,7 @@ class Io:
                 self._sync_until = max(self._sync_until, words[SYNC_HIGH])
         try:
             if self._moved is None or self._moved.poll(0):
-                engine._look_at_place(self._moved)
+                engine._look_at_place()
         except StoreFailedError:
             self._look_ready = self._look_settled = True
 

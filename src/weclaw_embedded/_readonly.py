@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files
+from ._durability import asker_of
 from ._engine import Engine
 from ._index import Index, Tx
 from ._opening import OWNER, PAGE_NAME, attach_page, check_path, is_new, read_header, scratch_of
@@ -114,7 +115,7 @@ class ReadonlyEngine(Engine):
         self._written = []
         self._written_from = self._written_to = -1
         self._watch_fd = -1
-        self._watch = self._sync_watch = None
+        self._has_moved = asker_of(-1)
         self.handles = 1
         self.slot = -1
         self.waker = _Waker(self.directory, self.slot, self.fd)

@@ -33,6 +33,7 @@ POLICIES: Final = {"os": OS, "batch": BATCH, "sync": SYNC}
 ALL: Final = (1 << 64) - 1
 
 Record = Sequence[bytes | memoryview]
+Appended = tuple[int, int, Record]  # offset, time, record
 
 
 class Session:
@@ -47,38 +48,40 @@ class Session:
     put_n = 0  # how many getters of each group
     woken: Sequence[int] = ()  # slots of those of them who may now
     settled = 0  # topics whose putters, joiners and result waiters may
+    pokes: Sequence[tuple[bytes, Sequence[int]]] = ()  # kinds and slots of all who are woken
     must_sync = False
+    may_make_room = True  # where the disk is full
+    is_index_short = False  # of space, which is to be found for it after the turn
     must_index = False  # what the index learned must be in LMDB, not in memory alone
     imagined = False  # what is done to the index is dropped; see `imagine`
     told: Sequence[Callable[[], None]] = ()  # called when all is written; see `when_written`
+    # Leases this turn begins, as it began them: only so if it is written.
+    begun: tuple[Sequence[Any], ...] = ()
+    after_write: tuple[Callable[[], None], ...] = ()
     _tx: Tx | None = None
-    _applied = 0
     _sync_from = 0
+    _appended: list[Appended] | None = None
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.log = engine.log
         self.page = engine.page
         self.now_us = _clock.boottime_us() + engine.shift
-        self._tail: int = self.page.words[TAIL]
-        self.begun: list[Any] = []  # leases this turn begins and ends: only so if it is written
-        self.ended: list[Any] = []
-        self.after_write: list[Callable[[], None]] = []
-        self._appended: list[tuple[int, int, Record]] = []  # offset, time, record
+        self.start: int = engine.page.words[TAIL]
+        self.tail = self.start  # the same, once it is finished, of the log with it
+        self.ended: list[Any] = []  # leases, as `begun`
 
     @property
     def tx(self) -> Tx:
         """The index, with everything in the log up to this moment applied."""
-        if self._tx is None:
-            self._tx = self.engine.index.write()
-            self.engine.catch_up(self._tx)
-        if self._applied < len(self._appended):
-            self._apply(self._tx)
-        return self._tx
+        return self._tx or self._open()
 
-    def _apply(self, tx: Tx) -> None:
-        tx.apply(self._appended[self._applied :] if self._applied else self._appended)
-        self._applied = len(self._appended)
+    def _open(self) -> Tx:
+        tx = self._tx = self.engine.index.write()
+        self.engine.catch_up(tx)
+        if self._appended:
+            tx.apply(self._appended)
+        return tx
 
     def append(
         self,
@@ -96,11 +99,15 @@ class Session:
         if puts and policy >= SYNC and not self._sync_from:
             self._sync_from = offsets[0]
         if len(offsets) == 1:
-            self._appended.append((offsets[0], self.now_us, records[0]))
+            fresh = [(offsets[0], self.now_us, records[0])]
         else:
-            self._appended.extend(zip(offsets, repeat(self.now_us), records))
+            fresh = [*zip(offsets, repeat(self.now_us), records)]
+        if self._appended:
+            self._appended += fresh
+        else:
+            self._appended = fresh
         if self._tx is not None:
-            self._apply(self._tx)  # at once: the next look must see it
+            self._tx.apply(fresh)  # at once: the next look must see it
         return offsets
 
     def check_writable(self) -> None:
@@ -135,8 +142,7 @@ class Session:
             if not self._appended:
                 # What was folded for this is kept, or it would be folded again at each question.
                 self._tx = None
-                self.must_index = True  # what is in memory is dropped
-                self._keep(tx)
+                self._commit(tx)  # as what is in memory is dropped
             self.imagined = True
         return self.tx
 
@@ -145,23 +151,22 @@ class Session:
         tx, self._tx = self._tx, None
         if tx is not None:
             tx.abort()
-        self._applied = 0
         self.imagined = False
 
-    def _keep(self, tx: Tx) -> bool:
-        """Keep what the index learned; False when it is to be committed and there is no room."""
-        tail = self.page.words[TAIL]
-        if not (self.must_index or self.after_write) and tx.keep(tail):
-            return True
+    def _commit(self, tx: Tx) -> bool:
+        """Write what the index learned; False when there is no room for it."""
+        engine = self.engine
+        is_indexed = True
         try:
             frame, checksum = self.log.last_frame
-            tx.commit(tail, checksum, frame)
-            self.engine.folded_to = tail
+            tx.commit(self.tail, checksum, frame)
+            engine.folded_to = self.tail
         except IndexFullError as error:
             # The log has it all. Whoever looks next applies it again.
             logger.debug("index not written, the log is ahead of it: %s", error)
-            return False
-        return True
+            is_indexed = False
+        self.is_index_short = engine.index.room.is_short
+        return is_indexed
 
     def option(self, name: str) -> Any:
         """An option of the file; see `Engine.option`."""
@@ -180,54 +185,48 @@ class Session:
 
     def finish(self) -> None:
         """Write what was appended and keep what the index learned."""
-        engine = self.engine
-        if self._appended:
+        appended = self._appended
+        if appended:
             if self._sync_from:
                 # Before the write, so that no moment exists in which it could be delivered.
                 self.page.promise_sync(self._sync_from, self.log.pending_tail)
             try:
-                self.log.write()
+                self.tail = self.log.write()
             except DiskFullError:
                 raise
             except OSError as error:
-                raise engine.fail(f"writing failed: {error}") from error
+                raise self.engine.fail(f"writing failed: {error}") from error
             if self.put_to:
                 self.woken = self.page.note_puts(self.put_to, self.put_n)
-        is_indexed = True
-        try:
-            if self.imagined:
-                self.forget_imagined()
-            tx = self._tx
-            if tx is None:
-                if self._appended:
-                    engine.remember_written(self._tail, self._appended)
-            else:
-                if self._applied < len(self._appended):
-                    self._apply(tx)
-                is_indexed = self._keep(tx)
-        except IndexFullError as error:
-            # What was written is written, and must not be tried again as if it were not.
-            logger.debug("index not written, the log is ahead of it: %s", error)
-            is_indexed = False
-        # Not before: when Ctrl-C comes here, `abort` is to end it.
-        self._tx = None
-        if is_indexed:
-            # Not before the index has what it was told: it must never be behind the log's head.
-            for step in self.after_write:
-                step()
+        if self.imagined:
+            self.forget_imagined()
+        tx = self._tx
+        if tx is not None:
+            # Whoever frees what the log has of it must find it in LMDB, not in memory alone.
+            is_kept = not (self.must_index or self.after_write) and tx.keep(self.tail)
+            if not is_kept and not self._commit(tx):
+                # The index must never be behind the log's head.
+                self.after_write = ()
+            # Not before: when Ctrl-C comes here, `abort` is to end it.
+            self._tx = None
+        elif appended:
+            self.engine.remember_written(self.start, self.tail, appended)
+        for step in self.after_write:
+            step()
         for tell in self.told:
             tell()
 
     def abort(self, error: BaseException | None = None) -> None:
         self.log.discard()
         words = self.page.words
-        if words[TAIL] == self._tail and not words[WRITING]:
+        if words[TAIL] == self.start and not words[WRITING]:
             for lease in self.ended:
                 lease.over = False
                 if lease.crash:
                     self.engine.suspects.add(lease)
             self.engine.hold(self.ended)
-            self.engine.let_go(self.begun)
+            for leases in self.begun:
+                self.engine.let_go(leases)
         if self._appended and not self.page.words[WRITING]:
             self.page.forget_promises()  # else it is done by whoever heals
         tx, self._tx = self._tx, None

@@ -162,7 +162,7 @@ def _lease(
         leases.append(lease)
     record = _records.pack_deliver(tid, gid, engine.token, deadline_ns, picks)
     session.append([record] if engine.introduced else [engine.owner_record(), record])
-    session.begun += leases
+    session.begun += (leases,)
     engine.hold(leases)
     if suspects:
         engine.suspects.update(suspects)

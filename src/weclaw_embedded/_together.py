@@ -16,20 +16,17 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from . import _files
-from ._opening import WRITE
+from ._index import IndexFullError
 from ._session import Job, Session
 from ._shared import REPLICATION, SharedPage
 from .errors import DiskFullError
-from .wal import TAIL
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
-Pokes = list[tuple[bytes, Sequence[int]]]
 
 # Operations of other threads that one runs with his own.
 _MOST_JOBS: Final = 64
@@ -59,19 +56,22 @@ def _wake(jobs: list[Job] | None) -> None:
 class Together:
     """What `Engine` inherits to run operations in shared turns."""
 
-    fd: int
     page: SharedPage
-    execute: Callable[..., Any]
     durable: Callable[[int], None]
     make_room: Callable[[], bool]
-    _check_open: Callable[[], None]
-    _begin: Callable[[], Session]
-    _take_pokes: Callable[[Session], Pokes | None]
-    _after: Callable[[Session, Pokes | None], None]
-    _lock: threading.Lock
     _lead_lock: threading.Lock  # guards the next two
     _led: bool
     _waiting: deque[Job]
+
+    if TYPE_CHECKING:
+
+        def execute(
+            self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
+        ) -> T: ...
+
+        def turn(
+            self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
+        ) -> T: ...
 
     def execute_together(
         self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
@@ -79,7 +79,7 @@ class Together:
         """`execute`, for what many threads do at once: run and synced with what they want."""
         # Nobody waits here for another's replica: each call has its own time for that.
         if self.page.words[REPLICATION] or threading.get_ident() == _main_thread:
-            return cast(T, self.execute(operation, *args))
+            return self.execute(operation, *args)
         job = None
         with self._lead_lock:
             if self._led:
@@ -89,7 +89,7 @@ class Together:
             self._led = True
         if job is None:
             try:
-                return cast(T, self.execute(operation, *args))
+                return self.execute(operation, *args)
             finally:
                 self._pass_on([])
         job.turn.acquire()  # until it is done, or this thread is to lead
@@ -97,7 +97,7 @@ class Together:
         if job.leads:
             self._lead(job)
         if job.tail is None or isinstance(job.error, DiskFullError):
-            return cast(T, self.execute(operation, *args))
+            return self.execute(operation, *args)
         if job.error is not None:
             raise job.error
         if job.must_sync:
@@ -115,9 +115,7 @@ class Together:
             others = [self._waiting.popleft() for _ in range(n)]
         jobs = [job, *others]
         try:
-            with self._lock:
-                session, tail, pokes = self._run(jobs)
-            self._after(session, pokes)
+            tail = self._turn_of(jobs)
             for done in jobs:
                 done.tail = tail
             if any(done.must_sync for done in jobs):
@@ -148,43 +146,36 @@ class Together:
 
         Raises what makes the whole turn fail; then none of the jobs was done.
         """
-        tail = self._turn_of(jobs)
+        try:
+            tail = self._turn_of(jobs)
+        except DiskFullError:
+            if len(jobs) > 1 or not self.make_room():
+                raise
+            return self._turn_of(jobs)
         full = [job for job in jobs if isinstance(job.error, DiskFullError)]
         if full and self.make_room():
             tail = self._turn_of(full)
         return tail
 
     def _turn_of(self, jobs: Sequence[Job]) -> int:
-        with self._lock:
-            session, tail, pokes = self._run(jobs)
-        self._after(session, pokes)
-        return tail
+        return self.turn(_run, jobs).tail
 
-    def _run(self, jobs: Sequence[Job]) -> tuple[Session, int, Pokes | None]:
-        """One turn of these; the caller has the thread lock."""
-        self._check_open()
+
+def _run(session: Session, jobs: Sequence[Job]) -> Session:
+    """The operation that runs these in its turn."""
+    for job in jobs:
+        session.must_sync = False
+        job.error = None
         try:
-            _files.lock(self.fd, WRITE, True)
-            session = self._begin()
-            try:
-                for job in jobs:
-                    session.must_sync = False
-                    job.error = None
-                    try:
-                        job.result = job.operation(session, *job.args)
-                    except Exception as error:  # noqa: BLE001  each job's own, told to it
-                        job.error = error
-                    if session.imagined:
-                        session.forget_imagined()
-                    job.must_sync = session.must_sync
-                    if session.replicated:
-                        job.session, job.puts = session, session.take_puts()
-                session.finish()
-            except BaseException as error:
-                session.abort(error)
-                raise
-            tail = self.page.words[TAIL]
-            pokes = self._take_pokes(session)
-        finally:
-            _files.unlock(self.fd, WRITE)
-        return session, tail, pokes
+            job.result = job.operation(session, *job.args)
+        except IndexFullError:
+            raise  # its transaction is over, with what the others did in it
+        except Exception as error:  # noqa: BLE001  each job's own, told to it
+            job.error = error
+        if session.imagined:
+            session.forget_imagined()
+        job.must_sync = session.must_sync
+        if session.replicated:
+            job.session, job.puts = session, session.take_puts()
+    session.must_sync = False  # it is done for all who want it together
+    return session

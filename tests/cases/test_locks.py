@@ -16,6 +16,7 @@ import weclaw_embedded as weclaw
 def work_and_count(pipe, path, flush, limit):
     """Put, take, settle and fill up; report each sync made while its thread had the write lock."""
     import traceback
+    from functools import partial
 
     from weclaw_embedded import _files, _opening
 
@@ -54,6 +55,11 @@ def work_and_count(pipe, path, flush, limit):
     for name in ("lock", "try_lock"):
         setattr(_files, name, locking(getattr(_files, name)))
     _files.unlock = unlocking(_files.unlock)
+
+    def bound_lock(fd, start):
+        return partial(_files.lock, fd, start, True), partial(_files.unlock, fd, start)
+
+    _files.bound_lock = bound_lock
     for name in ("sync_data", "sync_all", "sync_dir"):
         setattr(_files, name, syncing(getattr(_files, name)))
     for name in ("fsync", "fdatasync"):  # what goes round the door is found, too

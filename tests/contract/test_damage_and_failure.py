@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import shutil
@@ -726,8 +727,8 @@ def test_a_put_that_comes_too_late_for_the_close_touches_nothing(path, monkeypat
     monkeypatch.setattr(engine, "_stop_threads", stop)
     q.close()
     touched = []
-    for name in ("lock", "unlock"):
-        monkeypatch.setattr(_files, name, lambda *args, name=name: touched.append(name))
+    for name in ("_lock_file", "_unlock_file"):
+        monkeypatch.setattr(engine, name, lambda name=name: touched.append(name))
     goes_on.set()
     late.join()
     assert [type(one) for one in told] == [weclaw.ClosedError]
@@ -741,6 +742,7 @@ def test_an_opening_that_fails_at_its_end_leaves_nothing_open(path, monkeypatch)
     with weclaw.Queue(path) as q:
         q.put("kept")
     shutil.rmtree(f"{path}.d")
+    gc.collect()  # what the tests before have left in a circle
     before = len(os.listdir("/proc/self/fd"))
 
     def fails(self, tx):
