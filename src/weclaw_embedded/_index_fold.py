@@ -92,9 +92,19 @@ class Fold(Keep):
         try:
             for offset, time_us, parts in told:
                 record = parts[0] if len(parts) == 1 else b"".join(parts)
-                kind = record[0] if record else 0
-                if kind == ACK:
-                    self._ack(offset, time_us, record)
+                size = len(record)
+                kind = record[0] if size else 0
+                if kind == ACK and size >= _ACK_SIZE:
+                    gid, message = _unpack_ack(record)
+                    group = self._groups.get(gid)
+                    if group is None or group.fresh.pop(message, None) is None:
+                        group = self._settle(gid, message, time_us)
+                        if group is None:
+                            continue
+                    group.settled += 1
+                    self._changed_groups[gid] = group
+                    if size > _ACK_SIZE:
+                        self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
                 elif kind == DELIVER:
                     self._deliver(offset, time_us, record)
                 elif kind == PUT:
@@ -268,26 +278,13 @@ class Fold(Keep):
 
     # Settling
 
-    def _ack(self, offset: int, time_us: int, record: Readable) -> None:
-        """Settle a message."""
-        try:
-            gid, message = _unpack_ack(record)
-        except struct_error:
-            self._reject(offset, "an ACK that is too short")
-            return
+    def _settle(self, gid: int, message: int, time_us: int) -> GroupState | None:
+        """Take out a message whose lease is none of the fresh; return the group, None if there is
+        nothing to be settled.
+        """
         group = self._groups.get(gid) or self.group(gid)
         if group is None:
-            return
-        if group.fresh.pop(message, None) is None and not self._settle(group, message, time_us):
-            return
-        group.settled += 1
-        self._changed_groups[gid] = group
-        if len(record) > _ACK_SIZE:
-            self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
-
-    def _settle(self, group: GroupState, message: int, time_us: int) -> bool:
-        """Take out a message whose lease has a row; False if it is not there to be settled."""
-        gid = group.gid
+            return None
         key = key_u64_u64(LEASED, gid, message)
         plain = self._plain.get(gid)
         if plain is not None and message in plain:
@@ -299,9 +296,9 @@ class Fold(Keep):
             if value[ROW_FLAGS] & ROW_KEYED:
                 self._leave_key(group, Row.unpack(value), time_us)
         else:
-            return self._settle_unleased(group, message, time_us)
+            return group if self._settle_unleased(group, message, time_us) else None
         group.n_lease_rows -= 1
-        return True
+        return group
 
     def _settle_unleased(self, group: GroupState, offset: int, time_us: int) -> bool:
         """Take out a message whose delivery damage took; False if it is not there to be settled."""
