@@ -209,9 +209,10 @@ class Ask(Change):
         self, group: GroupState, topic: TopicState, priority: int, n: int, visible: int
     ) -> list[Pick]:
         """Pick from one queue, when that is all there is."""
-        self._part(group, topic, priority)
         picks: list[Pick] = []
         index, tail = group.cursor[priority], topic.tails[priority]
+        if group.lane >> 4 != priority or index - group.part_start >= len(group.part.deltas):
+            self._part(group, topic, priority)
         while len(picks) < n and index < tail:
             number, place = divmod(index, CHUNK_ENTRIES)
             chunk = self._chunk(topic, priority, number)

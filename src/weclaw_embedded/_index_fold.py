@@ -291,10 +291,16 @@ class Fold(Keep):
             plain.discard(message)
             self._delete(key)
         elif (value := self._pop(key)) is not None:
-            if value[ROW_DELIVERY] != ONCE or value[ROW_SIZE] != NOTHING or message < group.start:
-                self._note_deliveries(group, message, Row.unpack(value).delivery)
-            if value[ROW_FLAGS] & ROW_KEYED:
-                self._leave_key(group, Row.unpack(value), time_us)
+            if (
+                value[ROW_DELIVERY] != ONCE
+                or value[ROW_SIZE] != NOTHING
+                or value[ROW_FLAGS] & ROW_KEYED
+                or message < group.start
+            ):
+                row = Row.unpack(value)
+                self._note_deliveries(group, message, row.delivery)
+                if row.keyed:
+                    self._leave_key(group, row, time_us)
         else:
             return group if self._settle_unleased(group, message, time_us) else None
         group.n_lease_rows -= 1
