@@ -68,6 +68,11 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
             raise StorageError(
                 f"{path} came to be meanwhile; it was left alone; choose another name"
             ) from None
+        except OSError as error:
+            raise StorageError(
+                f"the backup {path} can't be written: {error.strerror or error}; there is no such "
+                "file, and the queue is as it was; choose another place"
+            ) from error
     finally:
         engine.execute(lambda session: session.page.pin(engine.slot, None))
 

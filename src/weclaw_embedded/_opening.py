@@ -143,7 +143,14 @@ def typed_errors(path: str) -> Iterator[None]:
                 f"opening {path} failed: {error.strerror}; what was confirmed is safe if the disk "
                 "has kept it; look at the disk, and open it again"
             ) from error
-        raise
+        advice = "open it again when that is mended"
+        if error.errno == errno.ENAMETOOLONG:  # and what is made beside it has a longer one
+            advice = "choose a name of at most 200 bytes"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            advice = "open it as its owner, or, if it may be read, with readonly=True"
+        raise StorageError(
+            f"opening {path} failed: {error.strerror or error}; nothing was changed; {advice}"
+        ) from error
 
 
 def check_path(path: str) -> None:

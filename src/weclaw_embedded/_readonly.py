@@ -232,9 +232,13 @@ def open_readonly(path: str) -> ReadonlyEngine:
     FormatVersionError as the other way of opening does.
     """
     real = os.path.realpath(path)
-    if not os.path.exists(real):
-        raise StorageError(f"{path} does not exist; nothing was made, because of readonly=True")
-    check_path(real)
+    try:
+        check_path(real)
+        os.stat(real)
+    except FileNotFoundError:
+        raise StorageError(
+            f"{path} does not exist; nothing was made, because of readonly=True"
+        ) from None
     if is_new(real):
         raise StorageError(
             f"{path} is empty: a queue is still to be made of it, and readonly=True makes nothing; "

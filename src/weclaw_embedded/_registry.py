@@ -13,7 +13,7 @@ import threading
 import weakref
 
 from ._engine import Engine
-from ._opening import Complete, open_shared, typed_errors
+from ._opening import Complete, open_shared
 
 _engines: dict[tuple[int, int], Engine] = {}
 _lookers: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -29,7 +29,7 @@ def acquire(
 ) -> Engine:
     """The engine of the file at `path`, opened if this process does not have it yet. What is
     damaged is healed from `replica`, if its address is given; `complete` writes what is missing at
-    the end.
+    the end. Errors of the disk come as they are: see `typed_errors`.
     """
     real = os.path.realpath(path)
     with _registry_lock:
@@ -44,9 +44,8 @@ def acquire(
                     )
                 engine.handles += 1
                 return engine
-        with typed_errors(path):
-            opened = open_shared(real, segment_bytes, default_segment_bytes, complete)
-            engine = Engine(opened, replica)
+        opened = open_shared(real, segment_bytes, default_segment_bytes, complete)
+        engine = Engine(opened, replica)
         found = os.fstat(engine.fd)
         _engines[found.st_dev, found.st_ino] = engine
         engine.handles = 1

@@ -20,6 +20,7 @@ from . import _queries, _records, _registry
 from ._engine import Engine
 from ._format import DEFAULT_SEGMENT_BYTES
 from ._mend import backup, repair
+from ._opening import typed_errors
 from ._options import (
     UNSET,
     StoreOptions,
@@ -105,11 +106,15 @@ class Store:
         self.readonly = options.readonly
         self._consumer = options.consumer or f"{socket.gethostname()}:{os.getpid()}"
         self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
-        self._shared = self._open_engine()
+        self._shared = self._open()
         self._closed = False
 
     def __repr__(self) -> str:
         return f"<Store {self.path}>"
+
+    def _open(self) -> Engine:
+        with typed_errors(self.path):
+            return self._open_engine()
 
     def _open_engine(self) -> Engine:
         if self.readonly:
@@ -143,7 +148,7 @@ class Store:
         engine = self._shared
         if engine.forked:
             # This is a child: what it inherited is closed, so it opens the file for itself.
-            engine = self._shared = self._open_engine()
+            engine = self._shared = self._open()
         return engine
 
     def _run(self, operation: Callable[..., T], *args: Any) -> T:

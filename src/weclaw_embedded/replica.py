@@ -17,7 +17,7 @@ from ._copy import ROLE_NAMES, is_alive, lock_copy, read_role, role_of, write_ro
 from ._feeder import describe
 from ._format import DEFAULT_SEGMENT_BYTES, PRIMARY
 from ._healing import ask
-from ._opening import RECEIVER, read_header
+from ._opening import RECEIVER, check_path, read_header, typed_errors
 from ._options import store_options
 from ._receiver import serve
 from ._recovery import recover_copy
@@ -86,6 +86,12 @@ def promote(path: str | os.PathLike[str]) -> int:
     name = os.path.realpath(os.fsdecode(path))
     if not os.path.exists(name):
         raise StorageError(f"there is no file at {name}; nothing was changed; check the path")
+    with typed_errors(name):
+        check_path(name)
+        return _promote(name)
+
+
+def _promote(name: str) -> int:
     fd = _files.open_rw(name)
     try:
         header = read_header(fd, name)

@@ -85,7 +85,7 @@ def test_a_file_that_may_not_be_read(
     refused = PermissionError(errno.EACCES, "Permission denied", str(file))
 
     def no_open(*_: object, **__: object) -> NoReturn:
-        raise refused
+        raise weclaw.StorageError("as the library says it") from refused
 
     # Root may read everything, and the tests run as root too.
     monkeypatch.setattr(weclaw, "open", no_open)
@@ -97,6 +97,18 @@ def test_a_file_that_may_not_be_read(
     assert "t.wq can't be read (Permission denied); nothing was changed; do this as its" in said
     if words[0] == "health":
         assert said.startswith("BAD opens")
+
+
+@pytest.mark.parametrize("words", [("pause", "1"), ("replay", "--offset", "0")], ids=" ".join)
+def test_a_link_that_leads_nowhere_is_no_file(
+    words: tuple[str, ...], tmp_path: Path, file: Path, ctl: Any
+) -> None:
+    """Only put makes a file, through a link too."""
+    file.symlink_to(tmp_path / "elsewhere.wq")
+    status, _, err = ctl(words[0], file, *words[1:])
+    assert status == 1
+    assert "elsewhere.wq, where it leads; 'weclawctl put' makes one" in err
+    assert not (tmp_path / "elsewhere.wq").exists()
 
 
 def name_of(words: tuple[str, ...]) -> str:

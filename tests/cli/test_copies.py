@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_a_copy_is_promoted_and_the_other_is_refused(
     status, _, err = ctl("promote", copy)
     assert status == 1
     assert "no copy" in err
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(Path.mkdir, "a folder"), (os.mkfifo, "a named pipe")],
+    ids=["folder", "pipe"],
+)
+def test_promote_of_what_is_no_file(file: Path, ctl: Any, make: Any, kind: str) -> None:
+    make(file)
+    status, _, err = ctl("promote", file, "--yes")
+    assert (status, len(err.splitlines())) == (1, 1)
+    assert f"is {kind}, and a queue is a file; it wasn't touched; check the path" in err
 
 
 def test_promote_of_what_is_no_copy(file: Path, ctl: Any) -> None:

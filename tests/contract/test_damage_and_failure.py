@@ -354,6 +354,17 @@ def test_backup_does_not_replace_a_file(path, tmp_path, open_store):
     assert (tmp_path / "precious").read_text() == "precious"
 
 
+def test_backup_to_a_place_that_is_none(path, tmp_path, open_store):
+    """A folder that is missing is said in our words, of the copy and not of the queue."""
+    store = open_store()
+    store.queue().put("x")
+    with pytest.raises(
+        weclaw.StorageError, match=r"the backup .*copy.wq can't be written: No such"
+    ):
+        store.backup(tmp_path / "nowhere" / "copy.wq")
+    assert store.queue().get().body == "x"
+
+
 def damaged_file(path, at_body=7):
     bodies = [f"{n:04d}".encode() + random.Random(n).randbytes(150) for n in range(20)]
     with weclaw.Queue(path) as q:

@@ -140,12 +140,36 @@ def test_a_folder_that_may_not_be_written_is_said_of_the_file(tmp_path):
     tmp_path.chmod(0o555)
     os.seteuid(65534)
     try:
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(weclaw.StorageError, match="Permission denied; nothing was") as caught:
             weclaw.Queue(tmp_path / "tasks.wq")
     finally:
         os.seteuid(0)
         tmp_path.chmod(0o755)
     assert ".tasks.wq" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, PermissionError)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives up its rights for a moment")
+@pytest.mark.parametrize("options", [{}, {"readonly": True}], ids=["to write", "to look"])
+def test_a_file_that_is_not_ours_is_said_in_our_words(path, options):
+    """Nothing can be done with it, and who can is said."""
+    weclaw.Queue(path).close()
+    path.chmod(0)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(weclaw.StorageError, match=r"Permission denied; .* as its owner"):
+            weclaw.Queue(path, **options)
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("size", [240, 255])
+def test_a_name_that_leaves_no_room_for_what_stands_beside_it(tmp_path, size):
+    """The folder and the temporary name are longer than the file's own: that is said at once."""
+    with pytest.raises(weclaw.StorageError, match="choose a name of at most 200 bytes"):
+        weclaw.Queue(tmp_path / ("n" * size))
+    assert os.listdir(tmp_path) == []
+    weclaw.Queue(tmp_path / ("n" * 200)).close()
 
 
 def test_an_empty_file_has_nothing_to_look_at(path):

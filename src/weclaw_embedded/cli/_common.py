@@ -212,15 +212,18 @@ def must_exist(file: str) -> None:
     """Only put makes a file: a name misspelled elsewhere is an error, not an empty queue; and
     what has been cut to nothing is not a queue in good health.
     """
-    if not os.path.lexists(file):
-        fail(f"{plain(file)}: there is no such file; 'weclawctl put' makes one")
-    with contextlib.suppress(OSError):  # opening it says more
+    try:
         found = os.stat(file)
-        if stat.S_ISREG(found.st_mode) and not found.st_size:
-            fail(
-                f"{plain(file)} is empty: there is no queue in it; 'weclawctl put' makes one, and "
-                "if there was one, it is lost: restore a backup or the replica"
-            )
+    except (FileNotFoundError, NotADirectoryError):
+        to = f" as {os.path.realpath(file)}, where it leads" if os.path.islink(file) else ""
+        fail(plain(f"{file}: there is no such file{to}; 'weclawctl put' makes one"))
+    except OSError:
+        return  # opening it says more
+    if stat.S_ISREG(found.st_mode) and not found.st_size:
+        fail(
+            f"{plain(file)} is empty: there is no queue in it; 'weclawctl put' makes one, and "
+            "if there was one, it is lost: restore a backup or the replica"
+        )
 
 
 @contextlib.contextmanager
@@ -235,23 +238,24 @@ def opened(
         fail(f"{plain(folder)}: there is no such folder; nothing was put; make it first")
     try:
         made = weclaw.open(file, readonly=readonly, consumer=consumer)
-    except OSError as error:
+    except weclaw.StorageError as error:
         fail_if_not_ours(file, error)
         raise
     with made as store:
         yield store
 
 
-def fail_if_not_ours(file: str, error: OSError) -> None:
-    """Say what still works, if `error` is that we may not read or write."""
-    if not isinstance(error, weclaw.WeclawError) and error.errno in _NOT_OURS:
+def fail_if_not_ours(file: str, error: weclaw.StorageError) -> None:
+    """Say what still works, if `error` comes of that we may not read or write."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno in _NOT_OURS:
         if not os.access(file, os.R_OK):
             fail(
-                f"{plain(file)} can't be read ({error.strerror}); nothing was changed; do this as "
+                f"{plain(file)} can't be read ({cause.strerror}); nothing was changed; do this as "
                 "its owner"
             )
         fail(
-            f"{plain(file)} can't be written ({error.strerror}); nothing was changed; what only "
+            f"{plain(file)} can't be written ({cause.strerror}); nothing was changed; what only "
             "looks (stats, peek, verify, dlq list …) works all the same"
         )
 

@@ -9,6 +9,7 @@ import sys
 
 import click
 
+import weclaw_embedded as weclaw
 from weclaw_embedded import replica as copies
 from weclaw_embedded.cli import _common as common
 
@@ -45,7 +46,7 @@ def promote(file: str, yes: bool, as_json: bool) -> None:
         )
     try:
         epoch = copies.promote(file)
-    except OSError as error:
+    except weclaw.StorageError as error:
         common.fail_if_not_ours(file, error)
         raise
     if as_json:
