@@ -18,7 +18,8 @@ from tests.helpers.processes import Child
 from tests.replica_tools import bodies, command, eventually, level, same
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import replica
+from weclaw_embedded import _files, replica
+from weclaw_embedded._copy import Copy
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -198,3 +199,44 @@ def test_a_promotion_that_was_interrupted_is_done_again(
     with pytest.raises(weclaw.SendFailedError):
         while True:
             q.put(3)
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+def test_no_put_is_confirmed_by_a_copy_that_has_lost_its_name(
+    open_queue: Callable[..., Any], copy: Path, how: str
+) -> None:
+    """A receiver that goes on writing a file which nobody finds again is no replica."""
+    q = open_queue(replica=copy)
+    q.put("before")
+    aside = copy.with_name("aside.wq")
+    if how == "deleted":
+        copy.unlink()
+    else:
+        copy.rename(aside)
+    if how == "replaced":
+        shutil.copy(aside, copy)
+    for n in range(3):
+        q.put(n)
+        assert bodies(copy) == ["before", *range(n + 1)]
+
+
+def test_who_waited_for_a_copy_that_was_made_anew_does_not_get_the_old_one(
+    open_queue: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of a file that has lost its name is worth nothing: it is opened again."""
+    open_queue(replica=copy).close()
+    real = _files.try_lock
+
+    def try_lock(fd: int, start: int, exclusive: bool) -> bool:
+        if copy.exists():  # the other one's is in its place just before its lock is free
+            copy.with_name("new.wq").write_bytes(copy.read_bytes())
+            copy.with_name("new.wq").replace(copy)
+        return real(fd, start, exclusive)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "try_lock", try_lock)
+        with pytest.raises(weclaw.LockedError):
+            Copy.open(str(copy), 5.0)
+        with pytest.raises(weclaw.LockedError):
+            replica.promote(copy)
+    assert replica.promote(copy) == 2

@@ -9,6 +9,7 @@ Invariants:
 * What is written follows exactly what is there; nothing below the end is ever changed.
 * A copy that is made (anew) is a temporary file beside its place until all the primary had is in
   it and synced. Only then does it take the place, so an older copy stays whole until then.
+* Nothing is confirmed that stands in a file which has lost its name.
 * Whoever has a `Copy` to write holds the RECEIVER lock of its file; those who have the file open as
   a queue hold it shared.
 
@@ -51,7 +52,9 @@ _NO_STORE: Final = bytes(16)
 
 
 def lock_copy(fd: int, path: str, patience_s: float) -> None:
-    """Take the RECEIVER lock for the caller alone. Raises LockedError."""
+    """Take the RECEIVER lock for the caller alone. Raises LockedError, also when the file of this
+    name is another by then: whoever had the lock may have made the copy anew.
+    """
     until_s = time.monotonic() + patience_s
     while not _files.try_lock(fd, RECEIVER, True):
         if time.monotonic() >= until_s:
@@ -60,6 +63,18 @@ def lock_copy(fd: int, path: str, patience_s: float) -> None:
                 "nothing was changed; end that first"
             )
         time.sleep(0.02)
+    if not is_in_place(fd, path):
+        raise LockedError(
+            f"{path} was moved, deleted or made anew just now; nothing was changed; try again"
+        )
+
+
+def is_in_place(fd: int, path: str) -> bool:
+    """Whether this name is still that of the open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def read_role(fd: int, header: FileHeader) -> tuple[int, int]:
@@ -175,8 +190,6 @@ class Copy:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             lock_copy(fd, temporary, 0.0)
-            if not os.path.samestat(os.fstat(fd), os.stat(temporary)):
-                raise LockedError(f"{path} is being made by another receiver; try again")
             _files.truncate(fd, 0)
             header = FileHeader(
                 hello.segment_bytes, hello.store_id, hello.epoch, 1, hello.created_us
@@ -330,8 +343,16 @@ class Copy:
         words[TAIL] = offset + len(data)
 
     def sync(self) -> None:
-        """All of it is on stable storage, and in its place, when this returns."""
+        """All of it is on stable storage, and in its place, when this returns. Raises StorageError
+        when its place is no longer its own.
+        """
         _files.sync_data(self.fd)
+        if not is_in_place(self.fd, self.temporary or self.path):
+            # Else puts would be confirmed that nobody can find again.
+            raise StorageError(
+                f"{self.temporary or self.path} was moved, deleted or replaced while it was "
+                "written; nothing is confirmed any more; it is looked for anew"
+            )
         words = self.log.state.words
         words[COMMIT] = words[TAIL]
         if self.temporary is not None and not self.empty:
