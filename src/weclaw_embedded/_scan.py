@@ -56,6 +56,7 @@ __all__ = [
 OnDamage: TypeAlias = Callable[[int, str], object]
 
 _WINDOW = 256 << 10  # so that it stays in the processor's cache while it is gone through
+_PIECE = 64 << 20  # what a search has in memory at once
 _BEHIND = SLOT_BYTES  # of a slot, so many bytes stand behind the last frame
 _MASK = 0xFFFFFFFF
 # A part, its first envelope as one number, and the first bytes of the record.
@@ -402,49 +403,64 @@ def _pass_over(
         # The frame begins well here and breaks in a later segment: go on where it broke.
         _report(log, on_damage, offset, f"{bad.reason} (at {bad.offset})")
         return bad.offset >> log.bits << log.bits
-    rest = _files.read_at(log.fd, min(stop - offset, 64 << 20), offset + shift)
     next_segment = (segment + 1) << log.bits
     is_last = segment == log.state.words[LAST]
-    if log.frames_end(segment) is None and (open_end or not is_last) and not rest.strip(b"\0"):
+    may_end = log.frames_end(segment) is None and (open_end or not is_last)
+    if may_end and all(not data.strip(b"\0") for _, data in _pieces(log, offset, stop, shift)):
         return -1 if is_last else next_segment
-    if broken and _is_orphan(log, offset, stop):
-        return _end_of_part(rest, offset)
-    found = _search(log, bad, rest, offset, stop, salt, budget)
+    orphan_end = _orphan_end(log, offset, stop) if broken else 0
+    if orphan_end:
+        return orphan_end
+    found = _search(log, bad, offset, stop, shift, salt, budget)
     _report(log, on_damage, offset, bad.reason)
     return next_segment if found is None else found
 
 
-def _is_orphan(log: Segments, offset: int, stop: int) -> bool:
+def _pieces(log: Segments, offset: int, stop: int, shift: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of what stands there, in pieces that overlap by more than a part's header."""
+    while offset < stop:
+        data = _files.read_at(log.fd, min(stop - offset, _PIECE), offset + shift)
+        yield offset, data
+        if len(data) < _PIECE:
+            return
+        offset += _PIECE - 2 * PART_BYTES
+
+
+def _orphan_end(log: Segments, offset: int, stop: int) -> int:
+    """Where a part ends that is good but not the first of its frame; 0 if this is none."""
     try:
-        commit_flags, _, _ = check_part(log, offset, stop)
+        commit_flags, _, part = check_part(log, offset, stop)
     except BadPartError:
-        return False
-    return not commit_flags & FIRST
-
-
-def _end_of_part(data: bytes, offset: int) -> int:
-    return offset + PART_BYTES + int(PART.unpack_from(data)[1])
+        return 0
+    return 0 if commit_flags & FIRST else offset + len(part)
 
 
 def _search(
-    log: Segments, bad: BadPartError, data: bytes, offset: int, stop: int, salt: int, budget: Budget
+    log: Segments, bad: BadPartError, offset: int, stop: int, shift: int, salt: int, budget: Budget
 ) -> int | None:
-    """Find the next part in `data`, which begins at `offset`, that is valid and begins a frame."""
+    """Find the next part after `offset` and before `stop` that is valid and begins a frame."""
 
-    def is_good(at: int) -> bool:
-        if at + PART_BYTES > len(data):
-            return False
-        crc, length, commit_flags, _ = PART.unpack_from(data, at)
+    def is_good(at: int, begin: int, data: bytes) -> bool:
+        """Whether one stands at an offset; of what stands from `begin` on there is some at hand."""
+        head = data[at - begin : at - begin + PART_BYTES]
+        if len(head) < PART_BYTES:
+            head = _files.read_at(log.fd, PART_BYTES, at + shift)
+            if len(head) < PART_BYTES:
+                return False
+        crc, length, commit_flags, _ = PART.unpack(head)
         end = at + PART_BYTES + length
         flags = commit_flags & 0xFF
-        if not length or end > len(data) or flags & ~KNOWN_FLAGS or not flags & FIRST:
+        if not length or end > stop or flags & ~KNOWN_FLAGS or not flags & FIRST:
             return False
-        if commit_flags >> 8 > offset + at or not budget.spend(length):
+        if commit_flags >> 8 > at or not budget.spend(length):
             return False
-        return bool(part_checksum(data[at + 4 : end], salt, offset + at) == crc)
+        part = data[at - begin + 4 : end - begin]
+        if len(part) < end - at - 4:
+            part = _files.read_at(log.fd, end - at - 4, at + shift + 4)
+        return bool(part_checksum(part, salt, at) == crc)
 
     # If only the body or the checksum is hit, the length still says where the next one begins.
-    if bad.end and (bad.end == stop or is_good(bad.end - offset)):
+    if bad.end and (bad.end == stop or is_good(bad.end, bad.end, b"")):
         return bad.end
     # Else look for anything that could be a header, by the few bytes of it that hardly vary:
     # the high bytes of length and commit point, the flags, and of the time the years it can be.
@@ -454,11 +470,13 @@ def _search(
         b"(?s)(?=[\\0-" + _in_class(high_length) + b"][\\1-\\77].{6}[\\0-" + _in_class(high_commit)
         + b"].{6}[\\0-\\37]\\0)"
     )  # fmt: skip
-    for match in pattern.finditer(data, 8):
-        if is_good(match.start() - 7):
-            return offset + match.start() - 7
-        if budget.left <= 0:
-            break
+    for begin, data in _pieces(log, offset, stop, shift):
+        for match in pattern.finditer(data, 8):
+            at = begin + match.start() - 7
+            if is_good(at, begin, data):
+                return at
+            if budget.left <= 0:
+                return None
     return None
 
 
