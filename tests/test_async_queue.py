@@ -12,6 +12,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from tests.helpers.processes import Child
+from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
@@ -380,6 +381,34 @@ def test_the_loop_never_waits_for_the_disk(path, monkeypatch):
         await q.close()
 
     run(main())
+
+
+def test_what_a_stopped_loop_has_settled_is_synced(path, monkeypatch):
+    """The sync waits for the end of the loop's round, but not where no such end comes."""
+    syncs = []
+    real = _files.sync_data
+
+    def count(fd):
+        syncs.append(fd)
+        real(fd)
+
+    q = weclaw.AsyncQueue(path)
+
+    async def leave(loop):
+        await q.put("x")
+        msg = await q.get()
+        await asyncio.sleep(0.05)  # until the I/O threads sleep
+        monkeypatch.setattr(_files, "sync_data", count)
+        loop.stop()
+        msg.ack()
+
+    loop = asyncio.new_event_loop()
+    leaving = loop.create_task(leave(loop))
+    loop.run_forever()
+    assert leaving.done()
+    loop.close()
+    eventually(lambda: syncs)
+    run(q.close())
 
 
 def test_a_failed_sync_is_told_to_everybody(path, monkeypatch):

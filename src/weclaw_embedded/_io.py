@@ -70,6 +70,7 @@ MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
 _LOOK_FOR_ROOM_S: Final = 0.5  # room also comes of itself, when a message runs out
+_ROUND_S: Final = 0.002  # how long it is waited for the end of a loop's round
 _SMALL_POOL: Final = 8
 
 _bytes_of = attrgetter("n_bytes")
@@ -100,6 +101,7 @@ class Io:
         self._bell = threading.Lock()
         self._bell.acquire()
         self._asleep = False
+        self._round = False  # what waits for a sync waits for the loop's round to end, too
         self._role = threading.Lock()
         self._lock = threading.Lock()  # guards the next seven
         self._threads: list[threading.Thread] = []
@@ -136,7 +138,10 @@ class Io:
     def submit(self, call: Call) -> None:
         self._inbox.append(call)
         if self._asleep:
-            self._ring()
+            if type(call) is SyncCall:
+                self._ring_after_round()
+            else:
+                self._ring()
         elif self._kept and call.hurries:
             self._relieve()
         elif not self._threads:
@@ -184,6 +189,25 @@ class Io:
         self._asleep = False
         with contextlib.suppress(RuntimeError):  # it rings already
             self._bell.release()
+
+    def _ring_after_round(self) -> None:
+        """Ring when the tasks of this round of the loop have settled what they settle: they share a
+        sync, and whoever does it does not fight them for Python's lock at each of their turns.
+        """
+        if self._round:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._ring()
+            return
+        self._round = True
+        loop.call_soon(self._end_round)
+        self._ring()  # to look at the clock: the loop may end before the round does
+
+    def _end_round(self) -> None:
+        self._round = False
+        self._ring()
 
     def _relieve(self) -> None:
         """Let the other thread serve while one syncs."""
@@ -330,6 +354,10 @@ class Io:
                     until_s = min(until_s, takes.look_at_s)
             wait_s = max(0.0, until_s - now_s)
         self._bell.acquire(timeout=wait_s)
+        self._asleep = True
+        if self._round:
+            self._bell.acquire(timeout=_ROUND_S)
+            self._round = False
         self._asleep = False
 
     def _tick_s(self) -> float:
@@ -739,7 +767,9 @@ def _wake_tasks(calls: Sequence[Call]) -> None:
     waiting = iter(calls)
     try:
         for call in waiting:
-            call.wake()
+            if not call.runs_on:
+                call.runs_on = True
+                call.context.run(call.wakeup, call)
     except BaseException:
         # Ctrl-C in one of the tasks ends this round of the loop, and not the others.
         for call in waiting:

@@ -94,10 +94,10 @@ class Call:
     # What a task asks of a future. On the loop.
 
     _asyncio_future_blocking = False
-    _runs_on = False  # its task does, or will in the next round of the loop
+    runs_on = False  # its task does, or will in the next round of the loop
     _ended_by: BaseException | None = None
-    _wakeup: Callable[[Any], object]
-    _context: Context
+    wakeup: Callable[[Any], object]
+    context: Context
 
     def __await__(self) -> Generator[Any, None, Any]:
         self._asyncio_future_blocking = True
@@ -109,23 +109,26 @@ class Call:
 
     def add_done_callback(self, wakeup: Callable[[Any], object], *, context: Context) -> None:
         """Of the task, once, when it begins to wait."""
-        self._wakeup = wakeup
-        self._context = context
+        self.wakeup = wakeup
+        self.context = context
 
     def result(self) -> None:
         """Whether the task is to run on with an exception."""
-        if self.error is not None and self._ended_by is None:
-            raise self.error
+        if self.error is not None or self._ended_by is not None:
+            self._raise()
+
+    def _raise(self) -> None:
+        error = self.error if self._ended_by is None else self._ended_by
+        assert error is not None
         # It must not hold the exception that holds its frame: only a collection would end that.
-        ended, self._ended_by = self._ended_by, None
+        self._ended_by = None
         try:
-            if ended is not None:
-                raise ended
+            raise error
         finally:
-            del ended
+            del error
 
     def done(self) -> bool:
-        return self._runs_on
+        return self.runs_on
 
     def cancel(self, msg: Any = None) -> bool:
         """The task was cancelled. False when it runs on already."""
@@ -133,7 +136,7 @@ class Call:
 
     def end(self, error: BaseException | None) -> bool:
         """End the wait, with an exception or without. False when the task runs on already."""
-        if self._runs_on:
+        if self.runs_on:
             return False
         self._ended_by = error
         self.wake_soon()
@@ -142,14 +145,8 @@ class Call:
     def wake_soon(self) -> None:
         """Let the task run on, in the next round of the loop."""
         assert self.loop is not None
-        self._runs_on = True
-        self.loop.call_soon(self._wakeup, self, context=self._context)
-
-    def wake(self) -> None:
-        """Let the task run on, here and now, unless it does. Not from within another task."""
-        if not self._runs_on:
-            self._runs_on = True
-            self._context.run(self._wakeup, self)
+        self.runs_on = True
+        self.loop.call_soon(self.wakeup, self, context=self.context)
 
     @property
     def hurries(self) -> bool:
