@@ -115,34 +115,28 @@ def _without_known(
 
 
 def _put_records(session: Session, tid: int, messages: Sequence[Encoded]) -> list[_records.Record]:
-    """The records of messages; has as many getters woken. Of the same terms all but the body is
-    the same.
+    """The records of messages; has as many getters woken. All but the body is the same in those
+    that stand together.
     """
     session.put_to |= mask_of(tid)
     skew_us = _clock.wall_us() - session.now_us
     if -_SKEW_NOTED_US < skew_us < _SKEW_NOTED_US:
         skew_us = 0  # not worth a note
     records: list[_records.Record] = []
-    before: Terms | None = None
-    start: _records.Record = ()
-    n = 0
     for bodies, terms in messages:
-        if terms is not before:
-            before = terms
-            if terms.plain and not skew_us:
-                start = _records.plain_start(terms.codec, tid)
-            else:
-                if 0 < terms.delay_us < _SOON_US:
-                    n = EVERYBODY  # so that they know when it is due
-                meta = _pack_meta(terms, session.now_us, skew_us)
-                start = _records.pack_put(terms.priority, terms.codec, tid, meta, b"")[:-1]
-        if len(bodies) == 1:
-            n += 1
+        n = len(bodies)
+        session.put_n += n
+        if terms.plain and not skew_us:
+            start = _records.plain_start(terms.codec, tid)
+        else:
+            if 0 < terms.delay_us < _SOON_US:
+                session.put_n = EVERYBODY  # so that they know when it is due
+            meta = _pack_meta(terms, session.now_us, skew_us)
+            start = _records.pack_put(terms.priority, terms.codec, tid, meta, b"")[:-1]
+        if n == 1:
             records.append((*start, bodies[0]))
         else:
-            n += len(bodies)
             records += zip(*map(repeat, start), bodies, strict=False)
-    session.put_n += n
     return records
 
 
@@ -250,7 +244,7 @@ def check_size(messages: Sequence[Encoded], limit: int) -> int:
     """Refuse what is too large before anything is written; how many bytes it is together."""
     total = 0
     for bodies, _ in messages:
-        total += len(bodies[0]) if len(bodies) == 1 else sum(map(len, bodies))
+        total += sum(map(len, bodies)) if len(bodies) > 1 else len(bodies[0])
     if total <= limit <= MAX_PUT_MANY_BYTES:
         return total
     size = max(max(map(len, bodies)) for bodies, _ in messages)

@@ -325,7 +325,6 @@ class Queue(Asking):
         waiter: Waiter | None = None
         may_reclaim = True  # settled space is freed before anything is refused
         while True:
-            dead: list[int] = []
             try:
                 ids = engine.execute_together(
                     _putting.put,
@@ -339,8 +338,6 @@ class Queue(Asking):
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
-            if dead:
-                self._remember_dead(dead)
             if self._policy == BATCH:
                 engine.flush_later(self._store._options, len(ids))
             return ids
