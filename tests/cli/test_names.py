@@ -186,3 +186,16 @@ def test_stats_shows_the_groups_that_were_asked_for(file: Path, ctl: Any) -> Non
     assert [name in out for name in ("default", "senders", "archive")] == [False, True, False]
     _, out, _ = ctl("stats", file, "--topic", "mails")
     assert [name in out for name in ("default", "senders", "archive")] == [False, True, True]
+
+
+def test_a_drain_of_a_topic_that_is_not_there_is_no_drain(
+    read_by_one: Path, ctl: Any, handlers: Any
+) -> None:
+    """Misspelt in a timetable, it would end well for ever and do nothing."""
+    spec = handlers("def handle(msg): pass\n")
+    before = groups(read_by_one)
+    status, _, err = ctl("work", read_by_one, spec, "--drain", "--topic", "defualt")
+    assert (status, len(err.splitlines())) == (1, 1)
+    assert "there is no topic 'defualt'" in err
+    assert "nothing was done" in err
+    assert groups(read_by_one) == before

@@ -89,6 +89,8 @@ def work(
     started = time.monotonic()
     with common.opened(file, consumer=consumer) as store:
         wrong = common.missing(store, topic, group)
+        if drain and common.missing(store, topic, None) is not None:
+            common.fail(f"{wrong}; nothing was done")  # nobody waits for it to begin
         if wrong is not None:  # a consumer may be there first, and a group begins with it
             common.say(f"weclawctl: {wrong}; this worker begins it")
         queue = common.queue_of(store, topic, group, visibility_timeout=visibility_timeout)
