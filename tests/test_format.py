@@ -299,7 +299,7 @@ def test_the_documents_example_is_what_we_write(
 ) -> None:
     """Written again with the same salt and times, the file is the document's byte for byte."""
     path = tmp_path / "example.wq"
-    monkeypatch.setattr(wal, "_new_salt", lambda: 0x5A17ED01)
+    monkeypatch.setattr(wal, "new_salt", lambda: 0x5A17ED01)
     created_us = 1_790_000_000_000_000
     wal.Log.create(str(path), segment_bytes=65536, store_id=bytes(range(16)), created_us=created_us)
     with opened(path) as (log, _):

@@ -30,7 +30,7 @@ from wal_tools import (
     sync,
 )
 
-from weclaw_embedded import _files, _reading, wal
+from weclaw_embedded import _files, _reading, _scan, wal
 from weclaw_embedded._format import CHECKPOINT_FRAME, HEADER_BYTES, PART_BYTES, VOUCH, policy_of
 from weclaw_embedded.errors import CorruptError, DiskFullError, StorageError
 from weclaw_embedded.wal import (
@@ -225,7 +225,7 @@ def test_stretches_tell_the_frames_that_were_written(
     place and time of each are its own. Salts that a place carries over 2**32 change nothing.
     """
     rng = random.Random(seed)
-    monkeypatch.setattr(wal, "_new_salt", lambda: rng.choice((2**32 - 1, 2**32 - 2**18, 1)))
+    monkeypatch.setattr(wal, "new_salt", lambda: rng.choice((2**32 - 1, 2**32 - 2**18, 1)))
     path = create(tmp_path / "log.wq", 1 << 20)
     written: dict[int, tuple[int, bytes]] = {}
     largest = rng.choice((9, 60, 500, 400_000))
@@ -384,6 +384,57 @@ def test_a_record_whose_rest_is_freed_while_it_is_read_is_gone_and_not_damaged(
         monkeypatch.setattr(_files, "read_at", read_at)
         with pytest.raises(LookupError):
             log.read(offset)
+
+
+@pytest.mark.parametrize("how", ["body", "header", "zeros"])
+@pytest.mark.parametrize("piece", [1000, 1 << 12, 1 << 20])
+def test_a_large_record_that_is_damaged_costs_only_itself(
+    path: Path, monkeypatch: pytest.MonkeyPatch, how: str, piece: int
+) -> None:
+    """However much longer it is than what a search has in memory at once."""
+    monkeypatch.setattr(_scan, "_PIECE", piece)
+    with opened(path) as (log, _):
+        large = random.Random(1).randbytes(30_000)
+        around = [b"before %d" % n for n in range(3)] + [b"after %d" % n for n in range(3)]
+        for body in around[:3]:
+            put(log, body)
+        (offset,) = put(log, large)
+        for body in around[3:]:
+            put(log, body)
+        log.append([(b"the end",)], SYNC, 1000, VOUCH)
+        log.write()
+        sync(log)
+        at = offset - PART_BYTES + log.place(0)[0]
+    begin, n = {"body": (at + 20_000, 1), "header": (at, 40), "zeros": (at, 30_032)}[how]
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(n) if how == "zeros" else b"!" * n)
+    with opened(path) as (log, recovery):
+        assert [spot for spot, _ in recovery.damaged] == [offset - PART_BYTES]
+        assert recovery.torn_bytes == 0
+        assert bodies(log)[:7] == [*around, b"the end"]
+
+
+def test_a_look_up_does_not_fail_because_another_thread_forgets(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who heals what a killed process left forgets all slots, those just read too."""
+    with opened(path) as (log, _):
+        offsets = [put(log, bytes([n]) * 30_000)[0] for n in range(9)]
+        real = log._read_table
+
+        def read_table() -> dict[int, int]:
+            found = real()
+            log.forget()
+            return found
+
+        monkeypatch.setattr(log, "_read_table", read_table)
+        for offset in offsets:
+            log.forget()
+            log.forget_read()
+            assert len(log.read(offset)) == 30_000
+            log.forget()
+            assert log.read_slot(log.slot_of(offset >> log.bits)) is not None
 
 
 def test_what_is_freed_while_it_is_checked_is_no_damage(

@@ -205,6 +205,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._room_maker = 0  # the thread that has it
         # From this offset on it is looked whether there is space enough.
         self._look_at = self.page.words[TAIL] + self.log.segment_bytes // _LOOKS
+        self.pins: list[int] = []  # the first segment that each backup under way reads
         # What groups in the way of reclaim had done, and when that last changed (queue time).
         self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
         self.known_options: dict[str, Any] = {}

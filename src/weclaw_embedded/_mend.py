@@ -38,7 +38,7 @@ from ._scan import BadPartError, check_part
 from ._segments import FREE, ZEROED
 from ._session import Session
 from .errors import CorruptError, StorageError
-from .wal import HEAD, LAST, TAIL, Log
+from .wal import HEAD, LAST, TAIL, Log, new_salt
 
 #: Told now and then how many bytes are done, and of how many.
 Seen = Callable[[int, int], None]
@@ -55,26 +55,41 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
         raise StorageError(f"{path} exists already; nothing was written; choose another name")
     engine.flush()
 
+    head = -1
+
     def pin(session: Session) -> tuple[list[int], int]:
+        nonlocal head
         words = session.log.state.words
-        session.page.pin(engine.slot, words[HEAD])
+        head = words[HEAD]
+        _pin(session, [*engine.pins, head])
         return session.log.segments(), words[TAIL]
 
-    segments, tail = engine.execute(pin)
+    def unpin(session: Session) -> None:
+        left = list(engine.pins)
+        if head in left:  # unless it was interrupted before
+            left.remove(head)
+        _pin(session, left)
+
     try:
-        try:
-            _files.create_whole(path, lambda fd: _write_copy(engine.log, fd, segments, tail, seen))
-        except FileExistsError:
-            raise StorageError(
-                f"{path} came to be meanwhile; it was left alone; choose another name"
-            ) from None
-        except OSError as error:
-            raise StorageError(
-                f"the backup {path} can't be written: {error.strerror or error}; there is no such "
-                "file, and the queue is as it was; choose another place"
-            ) from error
+        segments, tail = engine.execute(pin)
+        _files.create_whole(path, lambda fd: _write_copy(engine.log, fd, segments, tail, seen))
+    except FileExistsError:
+        raise StorageError(
+            f"{path} came to be meanwhile; it was left alone; choose another name"
+        ) from None
+    except OSError as error:
+        raise StorageError(
+            f"the backup {path} can't be written: {error.strerror or error}; there is no such "
+            "file, and the queue is as it was; choose another place"
+        ) from error
     finally:
-        engine.execute(lambda session: session.page.pin(engine.slot, None))
+        engine.execute(unpin)
+
+
+def _pin(session: Session, pins: list[int]) -> None:
+    """Keep what the backups of this process that are under way read: from the first of them on."""
+    session.engine.pins = pins
+    session.page.pin(session.engine.slot, min(pins, default=None))
 
 
 def _write_copy(
@@ -220,8 +235,8 @@ def _give_slot(session: Session, segment: int) -> bool:
     following = log.read_slot(log.slot_of(segment + 1)) if has_slot(log, segment + 1) else None
     header = SlotHeader(
         segment=segment,
-        salt=following.prev_salt if following else secrets.randbits(32),
-        prev_salt=secrets.randbits(32),
+        salt=following.prev_salt if following else new_salt(),
+        prev_salt=new_salt(),
         prev_end=log.limit(segment - 1) if segment else 0,
         head=0,
         epoch=log.header.epoch,

@@ -121,7 +121,6 @@ class Segments:
         self._slot_of: dict[int, int] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._prev_ends: dict[int, int] = {}
-        self._order: list[int] = []
         self.taken: set[int] = set()  # slots given to segments that are not written yet
 
     # Looking up --------------------------------------------------------------------------
@@ -139,9 +138,7 @@ class Segments:
             return self._look_up(segment)
 
     def _look_up(self, segment: int) -> tuple[int, int]:
-        if segment not in self._slot_of:
-            self._read_table()
-        slot = self._slot_of.get(segment)
+        slot = self._find_slot(segment)
         header = None if slot is None else self.read_slot(slot)
         if segment < self.state.words[HEAD]:  # freed while we looked
             raise LookupError(f"segment {segment} is no longer kept")
@@ -153,21 +150,27 @@ class Segments:
         self._prev_ends[segment] = header.prev_end
         return place
 
-    def _read_table(self) -> None:
+    def _find_slot(self, segment: int) -> int | None:
+        """The slot of a segment, by what is remembered or else by the table."""
+        slot = self._slot_of.get(segment)
+        # Not from the attribute again: another thread may have it all forgotten by then.
+        return self._read_table().get(segment) if slot is None else slot
+
+    def _read_table(self) -> dict[int, int]:
         """Take over the slot table: which segments there are, and forget those freed."""
         head = self.state.words[HEAD]
         in_use = ((entry - 1, slot) for slot, entry in enumerate(self.table()))
-        self._slot_of = {n: slot for n, slot in in_use if head <= n < FREE - 1}
-        self._order = sorted(self._slot_of)
+        slots = {n: slot for n, slot in in_use if head <= n < FREE - 1}
+        self._slot_of = slots
         for cache in (self._places, self._prev_ends):
             for segment in list(cache):  # in one step: other threads may look up meanwhile
                 if segment < head:
                     cache.pop(segment, None)
+        return slots
 
     def forget(self) -> None:
         """Drop everything remembered, after segments were moved or cut under us."""
         self._slot_of = {}
-        self._order = []
         self._places = {}
         self._prev_ends = {}
 
@@ -184,8 +187,11 @@ class Segments:
         return HEADER_BYTES + (slot << self.bits)
 
     def slot_of(self, segment: int) -> int:
-        """The slot of a segment that `segments` named."""
-        return self._slot_of[segment]
+        """The slot of a segment. Raises KeyError when it has none (any more)."""
+        slot = self._find_slot(segment)
+        if slot is None:
+            raise KeyError(segment)
+        return slot
 
     def limit(self, segment: int) -> int:
         """The offset at which no part of the segment can go on."""
@@ -196,11 +202,9 @@ class Segments:
         last = self.state.words[LAST]
         if segment >= last:
             return None
-        if segment + 1 not in self._slot_of:
-            self._read_table()
-            if segment + 1 not in self._slot_of:
-                return next((n for n in self._order if n > segment), None)
-        return segment + 1
+        if segment + 1 in self._slot_of:
+            return segment + 1
+        return min((n for n in self._read_table() if n > segment), default=None)
 
     def frames_end(self, segment: int) -> int | None:
         """Where the frames of a segment end; None when that isn't known, for want of the next."""
@@ -225,8 +229,7 @@ class Segments:
 
     def segments(self) -> list[int]:
         """The segments kept, oldest first."""
-        self._read_table()
-        return list(self._order)
+        return sorted(self._read_table())
 
     def bytes_used(self) -> int:
         """Bytes of the file that the segments kept and the header take."""
@@ -504,9 +507,6 @@ class Segments:
 
     def end_time_us(self, segment: int) -> int:
         """When the log went on from this segment to the next one; 0 when that can't be read."""
-        slot = self._slot_of.get(segment + 1)
-        if slot is None:
-            self._read_table()
-            slot = self._slot_of.get(segment + 1)
+        slot = self._find_slot(segment + 1)
         header = None if slot is None else self.read_slot(slot)
         return 0 if header is None else header.created_us

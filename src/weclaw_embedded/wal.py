@@ -101,6 +101,7 @@ __all__ = [
     "OnDamage",
     "Record",
     "Recovery",
+    "new_salt",
     "read_file_header",
 ]
 
@@ -156,7 +157,7 @@ class Log(Reading):
         """
         check_segment_bytes(segment_bytes)
         header = FileHeader(segment_bytes, store_id, epoch, 1, created_us)
-        slot = SlotHeader(0, _new_salt(), 0, 0, 0, epoch, 0, created_us)
+        slot = SlotHeader(0, new_salt(), 0, 0, 0, epoch, 0, created_us)
 
         def write(fd: int) -> None:
             _files.zero_fill(fd, 0, HEADER_BYTES + 2 * segment_bytes)
@@ -369,7 +370,7 @@ class Log(Reading):
             raise ValueError(f"the log is at its largest offset, {MAX_OFFSET}")
         header = SlotHeader(
             segment=number,
-            salt=_new_salt(),
+            salt=new_salt(),
             prev_salt=self._salt,
             prev_end=self._end,
             head=words[ANNOUNCED],
@@ -427,7 +428,6 @@ class Log(Reading):
         for number, slot, header in self._begun:
             state.slots[slot] = number + 1
             self._slot_of[number] = slot
-            self._order.append(number)
             place = (self.slot_position(slot) - (number << self.bits), header.salt)
             self._places[number] = place
             self._prev_ends[number] = header.prev_end
@@ -627,5 +627,6 @@ class _Layout:
         self.is_first = False
 
 
-def _new_salt() -> int:
+def new_salt() -> int:
+    """A salt that nobody knows; never 0, which no segment has."""
     return secrets.randbits(32) or 1

@@ -17,6 +17,7 @@ from tests.helpers.queues import NO_WAIT, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
+from weclaw_embedded.wal import HEAD
 
 
 def keep_putting(pipe, path, prefix):
@@ -342,6 +343,43 @@ def test_backup_is_online_and_consistent(path, tmp_path, open_store):
         assert drain(r) == ["own life"]
         assert drain(second.queue("other", group="g")) == ["x"]
     assert q.status(ids[-1]) in ("ready", "done")
+
+
+def test_two_backups_at_once_are_both_whole(path, tmp_path, monkeypatch):
+    """What the one still reads is kept when the other has ended."""
+    from weclaw_embedded import _mend
+
+    bodies = [b"%04d" % n * 250 for n in range(300)]
+    with weclaw.open(path, retention=0, segment_bytes=2**16, flush="os") as store:
+        q = store.queue()
+        for body in bodies:
+            q.put(body)
+        begun, goes_on, real = threading.Event(), threading.Event(), _mend._write_copy
+
+        def write_copy(*args):
+            if threading.current_thread() is slow:
+                begun.set()
+                assert goes_on.wait(30)
+            real(*args)
+
+        monkeypatch.setattr(_mend, "_write_copy", write_copy)
+        slow = threading.Thread(target=store.backup, args=(tmp_path / "one.wq",))
+        slow.start()
+        assert begun.wait(30)
+        store.backup(tmp_path / "other.wq")
+        assert drain(q) == bodies
+        for _ in range(100):
+            q.put(b"new" * 400)
+        time.sleep(0.3)  # for what would free it
+        assert store._engine.page.words[HEAD] == 0
+        goes_on.set()
+        slow.join()
+        assert drain(q) == [b"new" * 400] * 100
+        eventually(lambda: store._engine.page.words[HEAD] > 0)
+    for name in ("one.wq", "other.wq"):
+        with weclaw.open(tmp_path / name) as store:
+            assert drain(store.queue()) == bodies
+            assert store.verify() == []
 
 
 def test_backup_does_not_replace_a_file(path, tmp_path, open_store):
