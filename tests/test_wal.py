@@ -31,7 +31,14 @@ from wal_tools import (
 )
 
 from weclaw_embedded import _files, _reading, _scan, wal
-from weclaw_embedded._format import CHECKPOINT_FRAME, HEADER_BYTES, PART_BYTES, VOUCH, policy_of
+from weclaw_embedded._format import (
+    CHECKPOINT_FRAME,
+    HEAD_RECORD_AT,
+    HEADER_BYTES,
+    PART_BYTES,
+    VOUCH,
+    policy_of,
+)
 from weclaw_embedded.errors import CorruptError, DiskFullError, StorageError
 from weclaw_embedded.wal import (
     COMMIT,
@@ -413,6 +420,49 @@ def test_a_large_record_that_is_damaged_costs_only_itself(
         assert [spot for spot, _ in recovery.damaged] == [offset - PART_BYTES]
         assert recovery.torn_bytes == 0
         assert bodies(log)[:7] == [*around, b"the end"]
+
+
+def test_what_was_let_go_of_stays_so_when_the_head_record_and_the_end_are_lost(path: Path) -> None:
+    """Where only a slot that is cut off still tells the head, it is recorded anew before."""
+    with opened(path) as (log, _):
+        while log.state.words[LAST] < 6:
+            put(log, b"x" * 10_000)
+        sync(log)
+        log.free(3)
+        settle(log)  # the head is recorded
+        put(log, b"y" * 10_000)  # over what was let go of, in part
+        while log.state.words[LAST] < 8:
+            put(log, b"z" * 10_000)
+        position = log.slot_position(log.slot_of(8))
+        head = log.state.words[HEAD]
+        kept = [body for body in bodies(log) if body[:1] != b"z"]
+    with path.open("r+b") as file:
+        file.seek(HEAD_RECORD_AT)
+        file.write(bytes(16))
+        file.seek(position + 64)
+        file.write(b"torn" * 1000)
+    for _ in range(2):
+        with opened(path) as (log, recovery):
+            assert recovery.damaged == []
+            assert log.state.words[HEAD] == head
+            assert bodies(log)[: len(kept)] == kept
+
+
+def test_where_the_first_segment_is_lost_nothing_is_cut_off(path: Path) -> None:
+    """A log of which only an empty segment is left is refused as it is."""
+    with opened(path) as (log, _):
+        log.roll(1000)
+        log._buffers.append(b"")
+        log.write()
+        position = log.slot_position(log.slot_of(0))
+    with path.open("r+b") as file:
+        for at in (position, position + SEGMENT - 64):
+            file.seek(at)
+            file.write(bytes(64))
+    before = path.read_bytes()
+    with pytest.raises(CorruptError), opened(path):
+        pass
+    assert path.read_bytes() == before
 
 
 def test_a_look_up_does_not_fail_because_another_thread_forgets(

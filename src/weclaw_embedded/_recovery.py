@@ -27,6 +27,7 @@ from . import _files
 from ._format import (
     CHECKPOINT_FRAME,
     FIRST,
+    HEAD_RECORD_AT,
     HEADER_BYTES,
     HEADER_COPY_BYTES,
     PART,
@@ -35,6 +36,7 @@ from ._format import (
     VOUCH,
     SlotHeader,
     Stretch,
+    pack_head,
     pack_header,
     pack_slot,
     part_checksum,
@@ -282,6 +284,12 @@ def find_segments(log: Segments) -> None:
         table[slot] = FREE | SAFE if slot < n_slots else 0
     for segment, slot in chosen.items():
         table[slot] = segment + 1
+    if recorded < head and not log.readonly:
+        # Known from a slot that may be cut off just now: what was let go of must not come back.
+        record = pack_head(head, log.header.store_id)
+        _files.write_at(log.fd, [record], HEAD_RECORD_AT)
+        _files.sync_data(log.fd)
+        recorded = head
     words[SLOTS] = n_slots
     words[HEAD] = head
     words[ANNOUNCED] = recorded
@@ -517,6 +525,7 @@ def _cut(log: Segments, cut: int) -> None:
     """
     words = log.state.words
     segment = cut >> log.bits
+    shift, _ = log.place(segment)  # first: where there is none nothing is to be touched
     for n in reversed([n for n in log.segments() if n > segment]):
         # From the last one down, so that what is left is always a log without a gap.
         _erase_header(log, log.slot_of(n))
@@ -524,7 +533,6 @@ def _cut(log: Segments, cut: int) -> None:
         log.state.slots[log.slot_of(n)] = FREE | SAFE
     words[LAST] = segment
     log.forget()
-    shift, _ = log.place(segment)
     _zero(log, cut, log.limit(segment), shift)
     _files.sync_data(log.fd)
 
