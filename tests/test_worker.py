@@ -292,6 +292,30 @@ def test_run_async_works_inside_a_loop_and_hands_back_when_cancelled(open_queue)
     asyncio.run(main())
 
 
+class NoException(BaseException):
+    """As some libraries have for their time limits."""
+
+
+@pytest.mark.parametrize("awaits", [False, True], ids=["function", "coroutine"])
+@pytest.mark.parametrize("error", [NoException("odd"), asyncio.CancelledError()], ids=repr)
+def test_whatever_a_handler_raises_is_a_failure(open_queue, error, awaits):
+    """What is no Exception, too: the worker does not end for it, and the message is not held."""
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=0))
+    _, good = q.put_many(["bad", "good"])
+
+    def handle(msg):
+        if msg.body == "bad":
+            raise error
+
+    async def handle_async(msg):
+        handle(msg)
+
+    with Running(q, handle_async if awaits else handle) as worker:
+        assert eventually(lambda: q.status(good) == "done")
+    assert (worker.done, worker.failed) == (1, 1)
+    assert [letter.body for letter in q.dlq] == ["bad"]
+
+
 @pytest.mark.parametrize(
     "ending",
     [ValueError("no"), weclaw.RetryLater(60), weclaw.Discard("never"), None],

@@ -23,6 +23,7 @@ import queue as stdlib_queue
 import signal
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -406,6 +407,9 @@ class _Run:
         if working.cancelled():
             raise RuntimeError("the handler was cancelled")
         if working.done():
+            failed = working.exception()
+            if failed is not None and not isinstance(failed, Exception):
+                raise RuntimeError(describe(failed)) from failed  # it ends a delivery, not us
             return working.result()
         error = TimeoutError(f"the handler ran longer than {self._worker._max_run_s:g} s")
         if self.settles():
@@ -455,8 +459,9 @@ class _Threads:
                 result = function(argument)
             except BaseException as failed:  # noqa: BLE001  goes to whoever waits
                 error = failed
-            if isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit)):
-                # A future can't carry the first; the others would end the loop, not the handler.
+            if isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit, CancelledError)):
+                # A future can't carry the first; the others would end the loop or its task, not
+                # the handler.
                 error = RuntimeError(describe(error))
             with self._lock:
                 self._idle += 1
