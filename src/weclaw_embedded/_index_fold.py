@@ -223,11 +223,14 @@ class Fold(Keep):
             is_queued = flags & FROM_QUEUE and priority < PRIORITIES
             while messages:
                 n = self._hand_out(group, topic, priority, messages) if is_queued else 0
-                group.fresh.update(dict.fromkeys(messages[:n], (priority, owner, deadline_ns)))
-                if not n:
+                if n:
+                    lease = (priority, owner, deadline_ns)
+                    group.fresh.update(dict.fromkeys(messages[:n], lease))
+                    del messages[:n]
+                else:
                     self._write_leases()
-                    self._deliver_other(group, topic, messages[0], priority, owner, deadline_ns)
-                del messages[: n or 1]
+                    message = messages.pop(0)
+                    self._deliver_other(group, topic, message, priority, owner, deadline_ns)
         group.picks += count
         if deadline_ns < group.next_deadline_ns:
             group.next_deadline_ns = deadline_ns

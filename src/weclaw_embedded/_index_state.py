@@ -354,10 +354,10 @@ class State:
         """Yield the rows with that prefix in [start, end).
 
         They are read some at a time, so that the caller may write in between; a row it changes
-        may still come as it was.
+        may still come as it was.  Few at first: often the first is all that is wanted.
         """
         seek = prefix if start is None else start
-        size = 8
+        size = 1
         while True:
             cursor = self._cursor()
             batch: list[tuple[bytes, bytes]] = []
@@ -372,7 +372,7 @@ class State:
             if len(batch) < size:
                 return
             seek = batch[-1][0] + b"\0"
-            size = min(4 * size, _BATCH)
+            size = min(8 * size, _BATCH)
 
     def _clear(self, prefix: bytes) -> None:
         """Delete all rows with that prefix."""
