@@ -86,7 +86,7 @@ class Lease:
     retry = crash = 0
     delivery = 1
     unblocks = False  # when it ends, another may go: the next of its key, or the next suspect
-    location: int | None = None  # where the message was carried to, if it was
+    location = 0  # where the message was carried to, if it was
     renewal: Any = None  # what extends it while a `with` lasts
 
     def __init__(

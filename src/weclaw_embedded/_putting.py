@@ -174,7 +174,7 @@ def _check_room(
             waiting -= len(session.tx.expired(group, session.now_us, waiting))
         else:
             dead: list[int] = []
-            sweep(session, session.tx, group, address.retry, dead)
+            sweep(session, session.tx, group, address.retry, _clock.monotonic_ns(), dead)
             if dead and tell_dead is not None:
                 session.when_written(partial(tell_dead, dead))
             waiting = waiting_in(session.tx, group)

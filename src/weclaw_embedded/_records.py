@@ -146,8 +146,9 @@ def pack_deliver(
     """Return a DELIVER of items that begin with offset, priority, from_queue."""
     n = len(items)
     if n == 1:
-        offset, flags = items[0][0], items[0][1] << 4 | items[0][2]
-        return (_DELIVER_ONE.pack(DELIVER, 0, 1, tid, gid, owner, deadline_ns, offset, flags),)
+        one = items[0]
+        flags = one[1] << 4 | one[2]
+        return (_DELIVER_ONE.pack(DELIVER, 0, 1, tid, gid, owner, deadline_ns, one[0], flags),)
     head = DELIVER_HEAD.pack(DELIVER, 0, n, tid, gid, owner, deadline_ns)
     pack = DELIVER_ITEM.pack
     return (head + b"".join([pack(item[0], item[1] << 4 | item[2]) for item in items]),)

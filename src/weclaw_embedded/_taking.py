@@ -20,7 +20,6 @@ from ._delivery import (
     Taken,
     backoff_us,
     begin_group,
-    deadline_of,
     place,
 )
 from ._index import GroupState, Pick, Row, Tx
@@ -60,52 +59,37 @@ def take(
     if group is None or not group.name:
         group = begin_group(session, address)
     dead: list[int] = []
+    look_again_us: int | None = group.paused_until_us
     if group.paused_until_us <= session.now_us:
-        if words[OWNERS_HIGH] > 1:
-            slots = engine.dead_owners(everyone=False)
-            if slots:
+        now_ns = _clock.monotonic_ns()
+        for everyone in (False, True):
+            if words[OWNERS_HIGH] > 1 and (slots := engine.dead_owners(everyone)):
                 engine.bury(session, slots)
-        picks = _look(session, tx, group, address.retry, n, dead, choose)
-        if not picks:
-            slots = engine.dead_owners(everyone=True)
-            if slots:
-                engine.bury(session, slots)
-                picks = _look(session, tx, group, address.retry, n, dead, choose)
-        if picks:
-            if not words[SPARES]:
-                picks = _endable(session, picks)
-            leases = _lease(session, address, group, picks, visibility_s)
-            mask = mask_of(group.tid)
-            session.settled |= mask  # ready is less now: there may be room
-            if visibility_s is not None and visibility_s < SOON_S:
-                session.ready |= mask  # so that they know when it ends
-            return Taken(leases, dead)
+            elif everyone:
+                break  # nobody has died, so there is nothing now either
+            sweep(session, tx, group, address.retry, now_ns, dead)
+            suspects = engine.suspects_held() if engine.suspects else 0
+            visible = session.page.visible(session.log.pending_tail)
+            if choose is None:
+                picks = tx.pick(group, n, visible=visible, now_us=session.now_us, suspects=suspects)
+            else:
+                picks = choose(
+                    session, group, n, visible=visible, now_us=session.now_us, suspects=suspects
+                )
+            if picks:
+                if not words[SPARES]:
+                    picks = _endable(session, picks)
+                leases = _lease(session, address, group, picks, now_ns, visibility_s)
+                mask = mask_of(group.tid)
+                session.settled |= mask  # ready is less now: there may be room
+                if visibility_s is not None and visibility_s < SOON_S:
+                    session.ready |= mask  # so that they know when it ends
+                return Taken(leases, dead)
         look_again_us = next_look(session, group)
-    else:
-        look_again_us = group.paused_until_us
     if waiter is not None:
         engine.waker.add(waiter)
         session.page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
     return Taken([], dead, look_again_us)
-
-
-def _look(
-    session: Session,
-    tx: Tx,
-    group: GroupState,
-    retry: RetryPolicy,
-    n: int,
-    dead: list[int],
-    choose: Callable[..., list[Pick]] | None,
-) -> list[Pick]:
-    engine = session.engine
-    sweep(session, tx, group, retry, dead)
-    suspects = engine.suspects_held() if engine.suspects else 0
-    visible = session.page.visible(session.log.pending_tail)
-    now_us = session.now_us
-    if choose is not None:
-        return choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
-    return tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
 
 
 def _endable(session: Session, picks: list[Pick]) -> list[Pick]:
@@ -137,23 +121,27 @@ def _lease(
     address: Address,
     group: GroupState,
     picks: list[Pick],
+    now_ns: int,
     visibility_s: float | None,
 ) -> list[Lease]:
     engine = session.engine
     log = session.log
-    tid, gid = group.tid, group.gid
-    deadline_ns = deadline_of(visibility_s)
-    holder = address.holder
-    bits, segment, salt, location = log.bits, -1, 0, None
+    tid, gid, holder = group.tid, group.gid, address.holder
+    deadline_ns = NEVER if visibility_s is None else now_ns + int(visibility_s * 1e9)
+    bits = log.bits
+    segment = -1
     leases, suspects = [], []
     for offset, _, _, row in picks:
         if offset >> bits != segment:
             try:
-                segment, salt, location = offset >> bits, log.salt(offset), None
+                salt = log.salt(offset)
+                segment = offset >> bits
+                location = 0
             except LookupError:  # carried up, and that segment was freed
-                segment, (location, salt) = -1, place(session, offset)
+                location, salt = place(session, offset)
+                segment = -1
         lease = Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder)
-        if location is not None:
+        if location:
             lease.location = location
         if row is not None:
             lease.know(row)
@@ -181,7 +169,14 @@ def next_look(session: Session, group: GroupState) -> int | None:
     return soonest
 
 
-def sweep(session: Session, tx: Tx, group: GroupState, retry: RetryPolicy, dead: list[int]) -> None:
+def sweep(
+    session: Session,
+    tx: Tx,
+    group: GroupState,
+    retry: RetryPolicy,
+    now_ns: int,
+    dead: list[int],
+) -> None:
     """Judge what ended by itself: owners' deaths, leases run out, messages expired; then make
     ready what is due. Offsets of new dead letters are added to `dead`.
     """
@@ -194,7 +189,6 @@ def sweep(session: Session, tx: Tx, group: GroupState, retry: RetryPolicy, dead:
         )
         group.dead_seen = seq
         tx.touch(group)
-    now_ns = _clock.monotonic_ns()
     lapsed = tx.lapsed(group, now_ns) if now_ns >= group.next_deadline_ns else ()
     if lapsed:
         engine = session.engine

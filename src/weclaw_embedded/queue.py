@@ -469,7 +469,7 @@ class Queue(Asking):
         read = engine.log.read_with_time
         messages = []
         for lease in leases:
-            location = lease.offset if lease.location is None else lease.location
+            location = lease.location or lease.offset
             try:
                 record, time_us = read(location)
                 messages.append(kind(self, lease, record, time_us))
