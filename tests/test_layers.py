@@ -105,7 +105,6 @@ DOORS = {
         "os.open": "what the receiver says on standard error is kept",
         "os.close": "the same",
         "open": "the replica's address, noted beside the file",
-        "os.replace": "the replica's address",
         "os.read": "pipes to the receiver",
         "os.set_blocking": "pipes to the receiver",
         "os.memfd_create": "what a receiver says that is only asked something",
@@ -118,10 +117,7 @@ DOORS = {
         "os.write": "standard streams",
     },
     "_replication": {
-        "os.mkfifo": "the feeder's pipe",
-        "os.open": "the feeder's pipe",
         "os.close": "the feeder's pipe",
-        "os.read": "the feeder's pipe",
     },
     "_restore": {
         "os.rename": "a damaged file is moved aside",

@@ -242,6 +242,32 @@ def test_waiting_puts_share_a_round(
     assert q.qsize() == 129
 
 
+def test_ctrl_c_at_the_beginning_of_a_round_leaves_it_to_the_others(
+    open_queue: Callable[..., Any], copy: Path
+) -> None:
+    """It may come just when the lock is taken: then it is given back all the same."""
+    q = open_queue(replica=copy)
+    q.put("first")
+    replication = q._store._engine.replication
+    real = replication._round
+
+    class Interrupted:
+        release = real.release
+
+        def acquire(self, blocking: bool) -> bool:
+            assert real.acquire()
+            raise KeyboardInterrupt
+
+    replication._round = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        replication._lead(time.monotonic() + 5)
+    replication._round = real
+    put = threading.Thread(target=q.put, args=("second",))
+    put.start()
+    put.join(30)
+    assert bodies(copy) == ["first", "second"]
+
+
 def test_a_task_is_told_when_its_put_was_taken_back(
     open_queue: Callable[..., Any], copy: Path
 ) -> None:
@@ -728,12 +754,25 @@ def test_a_file_is_not_its_own_replica(path: Path) -> None:
 
 
 def test_a_promoted_copy_fences_the_primary(
-    open_queue: Callable[..., Any], path: Path, copy: Path, caplog: pytest.LogCaptureFixture
+    open_queue: Callable[..., Any],
+    path: Path,
+    copy: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also one that was running all the time, in every process; what it has can be read."""
     q = open_queue(replica=copy, sync_replica=False)
     q.put("both")
     level(q)
+    words = q._store._engine.page.words
+    told_before: list[int] = []
+    real = _replication.write_role
+
+    def write_role(*args: Any) -> None:
+        told_before.append(words[_shared.REPLICATION] & _shared.IS_FENCED)
+        real(*args)
+
+    monkeypatch.setattr(_replication, "write_role", write_role)
     with Child(produce, str(path), "c", {}) as child:
         assert child.hear() == "open"
         # The connection is lost and can't come back for a while.
@@ -748,6 +787,7 @@ def test_a_promoted_copy_fences_the_primary(
         child.hear_rest()  # it ends with the error, too
         assert child.wait() != 0
     assert "takes no more writes" in caplog.text
+    assert told_before == [0]  # it is recorded before anybody is told
     for call in (lambda: q.get(timeout=1), lambda: q.put(1), lambda: q.pause(1)):
         with pytest.raises(weclaw.FencedError):
             call()

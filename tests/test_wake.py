@@ -18,7 +18,7 @@ from tests.helpers.queues import eventually
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
 from weclaw_embedded._shared import READY
-from weclaw_embedded._wake import Timer
+from weclaw_embedded._wake import Timer, pipe_path
 
 
 def marked(q: weclaw.Queue) -> int:
@@ -89,7 +89,7 @@ def test_who_has_the_slot_of_one_who_left_is_woken_through_its_own_pipe(path: Pa
                 q.put(n)
                 assert child.hear() == n
                 [(slot, fd)] = waker._outgoing.items()
-                assert os.path.samestat(os.fstat(fd), os.stat(waker._path(slot)))
+                assert os.path.samestat(os.fstat(fd), os.stat(pipe_path(waker._directory, slot)))
                 child.say("close")
                 child.end()
 

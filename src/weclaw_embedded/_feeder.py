@@ -28,9 +28,10 @@ from collections.abc import Callable
 from typing import Final
 
 from . import _files, _stream
-from ._format import FileHeader, pack_slot
+from ._format import SLOT_BYTES, FileHeader, pack_slot
 from ._segments import HEAD, MissingSegmentError
 from ._stream import ACK, MAX_DATA, REFUSED, STATE, Hello, Incoming, State, StreamError
+from .errors import DiskFullError
 from .wal import Log, LogState
 
 logger = logging.getLogger("weclaw_embedded")
@@ -438,7 +439,7 @@ class Link:
         if slot is None or slot.segment != segment:
             raise LinkDownError(f"segment {segment} of the log has no readable header")
         self.channel.send(_stream.SEGMENT, pack_slot(slot, self._header.store_id))
-        self.sent = (segment << log.bits) + 64
+        self.sent = (segment << log.bits) + SLOT_BYTES
         return True
 
     def _still_kept(self, segment: int) -> None:
@@ -466,15 +467,17 @@ def normal(address: object) -> Address | None:
     return None
 
 
-def write_record(directory: str, address: Address) -> None:
-    """Note the address beside the file, for whoever finds the file gone."""
+def write_record(directory: str, address: Address, like_fd: int) -> None:
+    """Note the address beside the file, durably, for whoever finds the file gone."""
     path = os.path.join(directory, RECORD_NAME)
     if read_record(directory) == address:
         return
-    with contextlib.suppress(OSError):
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump(address, file)
-        os.replace(path + ".new", path)
+    data = json.dumps(address).encode()
+    try:
+        _files.create_whole(path, lambda fd: _files.write_at(fd, [data], 0), replace_file=True)
+        _files.match_owner_and_mode(path, like_fd)
+    except (OSError, DiskFullError) as error:
+        logger.warning("where the replica is can't be noted in %s: %s", path, error)
 
 
 def read_record(directory: str) -> Address | None:

@@ -406,7 +406,7 @@ def drop_cache(fd: int, offset: int, n: int) -> None:
 
 def create_whole(
     path: str,
-    content_writer: Callable[[int], None],
+    content_writer: Callable[[int], object],
     mode: int | None = 0o600,
     *,
     replace_empty: bool = False,

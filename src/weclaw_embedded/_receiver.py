@@ -48,6 +48,7 @@ from ._stream import (
     Hello,
     Incoming,
     StreamError,
+    VersionError,
 )
 from .errors import FormatVersionError, LockedError, WeclawError
 
@@ -129,7 +130,7 @@ def serve(path: str, stdin: BinaryIO, stdout: BinaryIO) -> int:
     except _RefusedError as refused:
         return _refuse(wire, refused.why, str(refused), refused.epoch)
     except StreamError as error:
-        why = OTHER_VERSION if "version" in str(error) else FAILED
+        why = OTHER_VERSION if isinstance(error, VersionError) else FAILED
         return _refuse(wire, why, f"the stream was refused: {error}")
     except LockedError as error:
         return _refuse(wire, BUSY, str(error))

@@ -212,7 +212,7 @@ def configure(engine: Engine) -> None:
     if engine.replication is not None and engine.replication.address != address:
         stop(engine)
     _set_mode(engine, WANTED | (SYNC_WANTED if engine.option("sync_replica") else 0))
-    write_record(engine.directory, address)
+    write_record(engine.directory, address, engine.fd)
     follow(engine)
 
 

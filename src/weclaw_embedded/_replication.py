@@ -62,7 +62,7 @@ from ._shared import (
     WANTED,
 )
 from ._stream import DIVERGED, HIGHER_EPOCH, NOT_A_COPY, OTHER_STORE
-from ._wake import FEED_BYTE, READY_BYTE, REPLICATED_BYTE, SETTLED_BYTE, Waiter
+from ._wake import FEED_BYTE, READY_BYTE, REPLICATED_BYTE, SETTLED_BYTE, Waiter, open_pipe
 from .errors import (
     DiskFullError,
     FencedError,
@@ -105,7 +105,7 @@ class Replication:
         self.address = address
         self.is_feeder = False
         self._link: Link | None = None
-        self._round = threading.Lock()
+        self._round = threading.RLock()  # which only the thread that has it can release
         self._waiting: list[tuple[int, threading.Lock]] = []
         self._waiting_lock = threading.Lock()
         self._stopping = False
@@ -160,13 +160,19 @@ class Replication:
 
     def _lead(self, until_s: float) -> bool:
         """Do a round, if this process feeds and nobody else is at it."""
-        if self._link is None or not self._round.acquire(blocking=False):
+        if self._link is None:
             return False
+        leads = False
         try:
-            return self._do_round(until_s)
+            leads = self._round.acquire(blocking=False)
+            return leads and self._do_round(until_s)
         finally:
-            self._round.release()
-            self._wake(0)
+            # Ctrl-C may come when it is taken and before that is known. Whoever has not got it
+            # can't release it.
+            with contextlib.suppress(RuntimeError):
+                self._round.release()
+            if leads:
+                self._wake(0)
 
     def _do_round(self, until_s: float) -> bool:
         """One round; the caller holds the round lock. False when there is no link (any more)."""
@@ -253,6 +259,7 @@ class Replication:
                 self.is_feeder = False
                 with self._round:
                     self.give_up()
+                engine.waker.discard(self._waker_hook)
                 if engine.replication is self:
                     engine.replication = None
 
@@ -369,8 +376,7 @@ class Replication:
         words[FEEDER_SLEEPS] = 0
         for fd, _ in found:
             if fd == pipe:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(pipe, 4096)
+                _files.read_all(pipe)
             elif self._link is link:
                 # A round would not notice: it only listens while there is something to wait for.
                 with self._round:
@@ -382,11 +388,7 @@ class Replication:
 
     def _open_pipe(self) -> int:
         if self._pipe < 0:
-            path = os.path.join(self._engine.directory, f"wake-{FEED_PIPE}")
-            with contextlib.suppress(FileExistsError):
-                os.mkfifo(path, 0o600)
-                _files.match_owner_and_mode(path, self._engine.fd)
-            self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._pipe = open_pipe(self._engine.directory, FEED_PIPE, self._engine.fd)
         return self._pipe
 
     def wake_feeder(self) -> None:
@@ -425,6 +427,11 @@ class Replication:
         """A copy was promoted: nothing is written here any more, by no process."""
         engine = self._engine
         words = self._page.words
+        try:
+            write_role(engine.fd, engine.header, FENCED, epoch)
+        except (OSError, DiskFullError) as error:
+            # It holds while the machine runs, and whoever feeds after that is refused again.
+            logger.warning("%s: that it is fenced can't be recorded: %s", engine.path, error)
         with engine._lock:
             try:
                 _files.lock(engine.fd, WRITE, True)
@@ -437,8 +444,6 @@ class Replication:
                 settled = self._page.take_waiting(SETTLED, ALL)
             finally:
                 _files.unlock(engine.fd, WRITE)
-        with contextlib.suppress(OSError, DiskFullError):
-            write_role(engine.fd, engine.header, FENCED, epoch)
         logger.error(
             "%s: its copy %s was promoted (epoch %d): this file takes no more writes. %s",
             engine.path,

@@ -51,6 +51,10 @@ class StreamError(WeclawError):
     """The other side sent what is no message of this stream."""
 
 
+class VersionError(StreamError):
+    """The other side speaks another version of this stream."""
+
+
 class Hello(NamedTuple):
     """What the feeder says of its file; all zeros from one that only wants to fetch."""
 
@@ -147,7 +151,7 @@ def _check_greeting(magic: object, version: int) -> None:
     if magic != MAGIC:
         raise StreamError("the other side does not speak this stream")
     if version != VERSION:
-        raise StreamError(
+        raise VersionError(
             f"the other side speaks version {version} of the stream, this release version "
             f"{VERSION}; use the same release on both sides"
         )

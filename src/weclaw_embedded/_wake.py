@@ -79,6 +79,23 @@ class Waiter:
         return self.woken
 
 
+def pipe_path(directory: str, slot: int) -> str:
+    """Where the pipe of who has this slot is."""
+    return os.path.join(directory, f"wake-{slot}")
+
+
+def open_pipe(directory: str, slot: int, like_fd: int) -> int:
+    """Open the pipe of a slot, to be read by who has the slot; made if need be."""
+    path = pipe_path(directory, slot)
+    # One that is there is of a process that was killed; the slot is ours now.
+    with contextlib.suppress(FileExistsError):
+        _files.make_fifo(path)
+        _files.match_owner_and_mode(path, like_fd)
+    # Opened for both directions: the pipe then never reports an end of file when the last writer
+    # goes, and opening it does not wait for one.
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 class Waker:
     """The pipes of one scratch folder, as one process sees them."""
 
@@ -95,9 +112,6 @@ class Waker:
         self._outgoing: dict[int, int] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    def _path(self, slot: int) -> str:
-        return os.path.join(self._directory, f"wake-{slot}")
 
     def add(self, waiter: Waiter) -> None:
         """Register a waiter; to be called while the write lock is held, before giving it back."""
@@ -135,15 +149,7 @@ class Waker:
             return any(waiter.kind == kind for waiter in self._waiters)
 
     def _open(self) -> None:
-        path = self._path(self._slot)
-        try:
-            _files.make_fifo(path)
-            _files.match_owner_and_mode(path, self._like_fd)
-        except FileExistsError:
-            pass  # of a process that was killed; the slot is ours now
-        # Opened for both directions: the pipe then never reports an end of file when the last
-        # writer goes, and opening it does not wait for one.
-        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._fd = open_pipe(self._directory, self._slot, self._like_fd)
         self._poll.register(self._fd, select.POLLIN)
 
     def _start(self) -> None:
@@ -228,7 +234,9 @@ class Waker:
             del self._outgoing[slot]
             os.close(fd)
         try:
-            fd = os.open(self._path(slot), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(
+                pipe_path(self._directory, slot), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )
         except OSError as error:
             if error.errno in (errno.ENXIO, errno.ENOENT):
                 return False
@@ -273,7 +281,7 @@ class Waker:
         if not self._reader:
             self._close_fds()  # otherwise the reader does when it leaves, which is now
         with contextlib.suppress(OSError):
-            os.unlink(self._path(self._slot))
+            os.unlink(pipe_path(self._directory, self._slot))
 
     def abandon(self) -> None:
         """Close the descriptors a forked child inherited; the parent's stay as they are."""
