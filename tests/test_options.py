@@ -269,30 +269,6 @@ def test_values_are_brought_to_one_form(tmp_path: Path, monkeypatch: pytest.Monk
     assert queue_options({"visibility_timeout": None}).visibility_timeout is None
 
 
-def test_the_file_fills_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WECLAW_RETENTION", "1h")
-    recorded = {
-        "retention": 5.0,
-        "retention_bytes": 1000,
-        "max_bytes": 9000,
-        "replica": "/copy.wq",
-        "segment_bytes": 2**16,
-    }
-    store = store_options({"max_bytes": None}).with_recorded(recorded)
-    assert store.retention == 3600
-    assert store.retention_bytes == 1000
-    assert store.max_bytes is None
-    assert store.replica == "/copy.wq"
-    assert store.segment_bytes == 2**16
-
-
-def test_another_segment_size_than_the_files_is_refused() -> None:
-    with pytest.raises(ValueError, match="segment_bytes"):
-        store_options({"segment_bytes": 2**20}).with_recorded({"segment_bytes": 2**16})
-    same = store_options({"segment_bytes": 2**16}).with_recorded({"segment_bytes": 2**16})
-    assert same.segment_bytes == 2**16
-
-
 def test_only_arguments_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
     first = store_options({"retention": 5, "max_bytes": 100, "flush": "sync"})
     assert first.conflicts(store_options({"retention": 6, "flush": "os"})) == ["retention"]

@@ -2,8 +2,7 @@
 
 An option's value is the argument, else the environment's, else what the file records (only for
 FILE_OPTIONS), else the default.  Nothing here opens a file: `store_options` and `queue_options`
-settle the first two and remember which option came from where, and `StoreOptions.with_recorded`
-adds the third.
+settle the first two and remember which option came from where; `_file_options` adds the third.
 
 Every variable is read in two spellings, `WECLAW_…` and `WEBCLAW_…`; the first wins.  Only the
 variables of options that the caller left out are looked at.  A bad value is a ValueError that
@@ -13,25 +12,20 @@ names the variable as it was spelled.
 from __future__ import annotations
 
 import enum
-import math
-import numbers
 import os
 import random
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, NamedTuple
 
-from weclaw_embedded._codecs import AnyCodec, check_codec
+from . import _checks
+from ._checks import check_count, check_name, check_seconds, check_timeout, parse_seconds
+from ._codecs import AnyCodec
 
 __all__ = [
     "DEFAULTS",
     "FILE_OPTIONS",
     "MAX_MESSAGE_BYTES",
-    "MAX_NAME_BYTES",
-    "MAX_SECONDS",
-    "MAX_SEGMENT_BYTES",
-    "MIN_SEGMENT_BYTES",
     "RECORDED_OPTIONS",
     "UNSET",
     "QueueOptions",
@@ -43,19 +37,12 @@ __all__ = [
     "check_option",
     "check_seconds",
     "check_timeout",
+    "parse_seconds",
     "queue_options",
     "store_options",
 ]
 
-MAX_SECONDS: Final = 100 * 365.25 * 86400
-"""Longest wait, lease or age that can be asked for; a clock in nanoseconds holds 292 years."""
-
-MAX_NAME_BYTES: Final = 255
-"""Length of the name of a topic, a group or a consumer, in UTF-8."""
-
 MAX_MESSAGE_BYTES: Final = 2**30
-MIN_SEGMENT_BYTES: Final = 2**16
-MAX_SEGMENT_BYTES: Final = 2**30
 
 FILE_OPTIONS: Final = (
     "retention",
@@ -84,218 +71,10 @@ class Unset(enum.Enum):
 UNSET: Final = Unset.UNSET
 
 
-# Checks. Each takes the option's name and its value and returns the value to be used.
-
-
-def check_seconds(name: str, value: Any, *, positive: bool = False) -> float:
-    """A duration in seconds: finite, not negative, at most MAX_SECONDS."""
-    seconds = _real(name, value)
-    if not 0 <= seconds <= MAX_SECONDS:
-        raise ValueError(f"{name} must be 0 to {MAX_SECONDS:.0f} seconds, not {value!r}")
-    if positive and seconds == 0:
-        raise ValueError(f"{name} must be more than 0 seconds")
-    return seconds
-
-
-def check_timeout(name: str, value: Any) -> float | None:
-    """How long to wait: None for ever (infinity too), else seconds, not negative."""
-    if value is None:
-        return None
-    seconds = _real(name, value, infinite=True)
-    if seconds < 0:
-        raise ValueError(f"{name} must not be negative, not {value!r}")
-    return seconds if seconds <= MAX_SECONDS else None
-
-
-def check_count(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """A whole number within bounds."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    count = int(value)
-    if count < low or (high is not None and count > high):
-        bounds = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ValueError(f"{name} must be {bounds}, not {value!r}")
-    return count
-
-
-def check_name(name: str, value: Any) -> str:
-    """The name of a topic, group or consumer: not empty, at most MAX_NAME_BYTES in UTF-8."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {value!r}")
-    try:
-        size = len(value.encode("utf-8"))
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} can't be written in UTF-8: {value!r}") from None
-    if not 1 <= size <= MAX_NAME_BYTES or "\0" in value:
-        raise ValueError(
-            f"{name} must have 1 to {MAX_NAME_BYTES} bytes in UTF-8 and no NUL, not {value[:80]!r}"
-        )
-    return value
-
-
-def _real(name: str, value: Any, *, infinite: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf if cast(int, value) > 0 else -math.inf
-    if math.isnan(number) or (math.isinf(number) and not infinite):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
-    return number
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[str, Any], str]:
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, not {value!r}")
-        if value not in choices:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
-        return value
-
-    return check
-
-
-def _count(low: int, high: int | None = None) -> Callable[[str, Any], int]:
-    return lambda name, value: check_count(name, value, low, high)
-
-
-def _positive_seconds(name: str, value: Any) -> float:
-    return check_seconds(name, value, positive=True)
-
-
-def _factor(name: str, value: Any) -> float:
-    factor = _real(name, value)
-    if factor < 1:
-        raise ValueError(f"{name} must be at least 1, not {value!r}")
-    return factor
-
-
-def _share(name: str, value: Any) -> float:
-    share = _real(name, value)
-    if not 0 <= share <= 1:
-        raise ValueError(f"{name} must be 0 to 1, not {value!r}")
-    return share
-
-
-def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _interval_ms(name: str, value: Any) -> float:
-    interval = _real(name, value)
-    if not 0 < interval <= 86_400_000:
-        raise ValueError(f"{name} must be more than 0 ms and at most a day, not {value!r}")
-    return interval
-
-
-def _retention(name: str, value: Any) -> float | None:
-    seconds = check_timeout(name, value)
-    return None if seconds is None else check_seconds(name, seconds)
-
-
-def _segment_bytes(name: str, value: Any) -> int:
-    size = check_count(name, value, MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES)
-    if size & (size - 1):
-        raise ValueError(
-            f"{name} must be a power of two from {MIN_SEGMENT_BYTES} to {MAX_SEGMENT_BYTES}, "
-            f"not {value!r}"
-        )
-    return size
-
-
-def _codec(name: str, value: Any) -> AnyCodec:
-    return check_codec(value)
-
-
-def _replica(name: str, value: Any) -> str | tuple[str, ...] | bool:
-    if value is False:
-        return False
-    if isinstance(value, (str, os.PathLike)):
-        path = os.fsdecode(value)
-        if not path or "\0" in path:
-            raise ValueError(f"{name} must name a file, not {value!r}")
-        return os.path.abspath(path)
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
-        if not value or not all(isinstance(word, str) and "\0" not in word for word in value):
-            raise ValueError(f"{name} as a command must be one or more str, not {value!r}")
-        if not value[0]:
-            raise ValueError(f"{name} as a command must begin with a program, not {value!r}")
-        return tuple(value)
-    raise TypeError(f"{name} must be a path, a command as a list of str, or False, not {value!r}")
-
-
-def _maxsize(name: str, value: Any) -> int:
-    return max(0, check_count(name, value, -(2**63), 2**63 - 1))
-
-
 def _retry(name: str, value: Any) -> RetryPolicy:
     if not isinstance(value, RetryPolicy):
         raise TypeError(f"{name} must be a RetryPolicy, not {value!r}")
     return value
-
-
-def _callable(name: str, value: Any) -> Callable[..., Any]:
-    if not callable(value):
-        raise TypeError(f"{name} must be callable, not {value!r}")
-    return cast("Callable[..., Any]", value)
-
-
-def _start(name: str, value: Any) -> str | int:
-    if isinstance(value, str):
-        return _one_of("earliest", "latest")(name, value)
-    return check_count(name, value, 0, 2**56 - 1)
-
-
-# Texts of the environment. Each parser returns what the check takes, or raises ValueError.
-
-_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)")
-_SWITCHES: Final = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
-
-def parse_seconds(text: str, plain: float = 1.0) -> float:
-    match = _DURATION.fullmatch(text.lower())
-    unit = plain if match and not match[2] else match and _UNITS.get(match[2])
-    if not match or not unit:
-        raise ValueError("is not a duration; write 5s, 500ms, 48h or a plain number")
-    # Division keeps 500ms at exactly 0.5, which 500 * 1e-3 would not for every number.
-    return float(match[1]) * unit if unit >= 1 else float(match[1]) / round(1 / unit)
-
-
-def _parse_ms(text: str) -> float:
-    return parse_seconds(text, plain=1e-3) * 1000
-
-
-def _parse_int(text: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        raise ValueError("is not a whole number")
-    return int(text)
-
-
-def _parse_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("is not a number") from None
-
-
-def _parse_switch(text: str) -> bool:
-    try:
-        return _SWITCHES[text.lower()]
-    except KeyError:
-        raise ValueError(
-            "is not a switch; write 1 or 0, true or false, yes or no, on or off"
-        ) from None
 
 
 # The tables.
@@ -311,39 +90,39 @@ class _Option(NamedTuple):
 
 
 _RETRY: Final = (
-    _Option("max_retries", 3, _count(0), "MAX_RETRIES", _parse_int),
+    _Option("max_retries", 3, _checks.count_of(0), "MAX_RETRIES", _checks.parse_int),
     _Option("backoff", 5.0, check_seconds, "RETRY_BACKOFF", parse_seconds),
-    _Option("multiplier", 2.0, _factor, "RETRY_BACKOFF_MULTIPLIER", _parse_float),
+    _Option("multiplier", 2.0, _checks.factor, "RETRY_BACKOFF_MULTIPLIER", _checks.parse_float),
     _Option("max_backoff", 60.0, check_seconds, "RETRY_BACKOFF_MAX", parse_seconds),
-    _Option("jitter", 0.0, _share),
-    _Option("max_crashes", 3, _count(0)),
+    _Option("jitter", 0.0, _checks.share),
+    _Option("max_crashes", 3, _checks.count_of(0)),
 )
 
 _STORE: Final = (
-    _Option("flush", "sync", _one_of("sync", "batch", "os"), "FLUSH_MODE", str.lower),
-    _Option("flush_interval_ms", 500, _interval_ms, "FLUSH_INTERVAL_MS", _parse_ms),
-    _Option("flush_messages", 1000, _count(1), "FLUSH_MESSAGES", _parse_int),
-    _Option("retention", 48 * 3600.0, _retention, "RETENTION", parse_seconds),
-    _Option("retention_bytes", 256 * 2**20, _optional(_count(0, 2**63 - 1))),
-    _Option("max_bytes", None, _optional(_count(1, 2**63 - 1))),
-    _Option("max_message_bytes", 16 * 2**20, _count(1, MAX_MESSAGE_BYTES)),
-    _Option("segment_bytes", None, _segment_bytes, none_is_left_out=True),
-    _Option("codec", "msgpack", _codec),
-    _Option("replica", None, _replica, "REPLICA", none_is_left_out=True),
-    _Option("sync_replica", True, _flag, "SYNC_REPLICA", _parse_switch),
-    _Option("replica_timeout", 5.0, _positive_seconds),
-    _Option("readonly", False, _flag),
-    _Option("consumer", None, _optional(check_name)),
+    _Option("flush", "sync", _checks.one_of("sync", "batch", "os"), "FLUSH_MODE", str.lower),
+    _Option("flush_interval_ms", 500, _checks.interval_ms, "FLUSH_INTERVAL_MS", _checks.parse_ms),
+    _Option("flush_messages", 1000, _checks.count_of(1), "FLUSH_MESSAGES", _checks.parse_int),
+    _Option("retention", 48 * 3600.0, _checks.retention, "RETENTION", parse_seconds),
+    _Option("retention_bytes", 256 * 2**20, _checks.optional(_checks.count_of(0, 2**63 - 1))),
+    _Option("max_bytes", None, _checks.optional(_checks.count_of(1, 2**63 - 1))),
+    _Option("max_message_bytes", 16 * 2**20, _checks.count_of(1, MAX_MESSAGE_BYTES)),
+    _Option("segment_bytes", None, _checks.segment_bytes, none_is_left_out=True),
+    _Option("codec", "msgpack", _checks.codec),
+    _Option("replica", None, _checks.replica, "REPLICA", none_is_left_out=True),
+    _Option("sync_replica", True, _checks.flag, "SYNC_REPLICA", _checks.parse_switch),
+    _Option("replica_timeout", 5.0, _checks.positive_seconds),
+    _Option("readonly", False, _checks.flag),
+    _Option("consumer", None, _checks.optional(check_name)),
 )
 
 _QUEUE: Final = (
     _Option("topic", "default", check_name),
     _Option("group", "default", check_name),
-    _Option("maxsize", 0, _maxsize),
-    _Option("visibility_timeout", 60.0, _optional(_positive_seconds)),
+    _Option("maxsize", 0, _checks.maxsize),
+    _Option("visibility_timeout", 60.0, _checks.optional(_checks.positive_seconds)),
     _Option("retry", None, _retry),
-    _Option("on_dead", None, _optional(_callable)),
-    _Option("start", "earliest", _start),
+    _Option("on_dead", None, _checks.optional(_checks.function)),
+    _Option("start", "earliest", _checks.start),
 )
 
 
@@ -470,24 +249,6 @@ class StoreOptions:
     def chosen(self, name: str) -> bool:
         """Whether the option was given as an argument or by the environment."""
         return name in self.given or name in self.environment
-
-    def with_recorded(self, recorded: Mapping[str, Any]) -> StoreOptions:
-        """The same with what the file records, for what nobody chose.
-
-        Raises ValueError for another `segment_bytes` than the file's.
-        """
-        size = recorded.get("segment_bytes")
-        if size is not None and self.chosen("segment_bytes") and self.segment_bytes != size:
-            raise ValueError(
-                f"segment_bytes={self.segment_bytes} was asked for, but the file was made with "
-                f"{size}, which can't be changed; leave it out"
-            )
-        changes = {
-            name: recorded[name]
-            for name in FILE_OPTIONS
-            if name in recorded and not self.chosen(name)
-        }
-        return replace(self, **changes)
 
     def conflicts(self, other: StoreOptions) -> list[str]:
         """Names of the file's options that both gave as arguments and gave differently."""
