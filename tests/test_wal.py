@@ -350,6 +350,25 @@ def test_what_another_wrote_and_was_just_walked_is_at_hand(
         _files.close(log.fd)
 
 
+@pytest.mark.parametrize("largest", [9, 700, 200_000])
+def test_a_frame_of_thousands_of_records_goes_over_many_segments(path: Path, largest: int) -> None:
+    """Small ones, and small ones among which a large one is, are found at the offsets told."""
+    rng = random.Random(largest)
+    records = [rng.randbytes(rng.randint(1, min(largest, 700))) for _ in range(3000)]
+    records[1500] = rng.randbytes(largest)
+    with opened(path) as (log, _):
+        put(log, b"first")
+        offsets = put(log, *records)
+        put(log, b"last")
+        assert [log.read(offset) for offset in offsets] == records
+        assert bodies(log) == [b"first", *records, b"last"]
+        (frame,) = [frame for frame in frames(log) if len(frame.records) > 1]
+        assert [offset for offset, _ in frame.records] == offsets
+    with opened(path) as (log, recovery):
+        assert not recovery.damaged
+        assert bodies(log) == [b"first", *records, b"last"]
+
+
 def test_a_reader_of_freed_and_reused_space_gets_lookup_error(path: Path) -> None:
     """A reader that is overtaken by the reuse of a slot is told so, never given other bytes."""
     state = LogState()

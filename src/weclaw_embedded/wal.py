@@ -26,6 +26,7 @@ It knows nothing of queues, nor of what is in a record.
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from typing import TypeAlias
@@ -295,12 +296,9 @@ class Log(Reading):
                 worth_it = room > self.segment_bytes >> 4 or payload + PART_BYTES > whole_room
                 if not worth_it or room < _SMALLEST_CUT:
                     self._begin_segment(time_us, spare)
-            if payload + PART_BYTES <= self._limit - self._end and payload <= _JOIN_BYTES:
-                offsets = self._append_one_part(records, payload, policy, time_us, flags)
-            else:
-                layout = _Layout(self, policy, time_us, flags, spare)
-                offsets = layout.place(records)
-                self._pending_last = (self._end, *layout.first)
+            layout = _Layout(self, policy, time_us, flags, spare)
+            offsets = layout.place(records, payload)
+            self._pending_last = (self._end, *layout.first)
         except BaseException:
             n_runs, n_buffers, n_begun, places, buffers = before
             del self._runs[n_runs:]
@@ -320,38 +318,6 @@ class Log(Reading):
         if flags & CHECKPOINT_FRAME:
             self._checkpoint = offsets[0]
         return offsets
-
-    def _append_one_part(
-        self,
-        records: Sequence[Record],
-        payload: int,
-        policy: int,
-        time_us: int,
-        flags: int,
-    ) -> list[int]:
-        """Lay out a frame that fits here: all its bytes joined, one checksum."""
-        offset = self._end
-        commit = self.state.words[COMMIT]
-        if flags & VOUCH:
-            commit = max(commit, offset)
-        commit_flags = commit << 8 | flags | policy << POLICY_SHIFT | WHOLE
-        # In steps over all records, each of them one call: put_many lives here.
-        bodies = [*map(b"".join, records)]
-        lengths = [*map(len, bodies)]
-        if not all(lengths):
-            raise ValueError(_NO_BYTES)
-        places = [*accumulate(map(ENVELOPE_BYTES.__add__, lengths), initial=PART_BYTES)]
-        end = self._end = offset + places.pop()
-        pieces = [PART.pack(0, payload, commit_flags, time_us)] * (2 * len(bodies) + 1)
-        pieces[1::2] = map(ENVELOPE.pack, lengths, places)
-        pieces[2::2] = bodies
-        part = bytearray().join(pieces)
-        with memoryview(part) as view:
-            crc = crc32(view[4:], self._salt + offset)
-        part[:4] = crc.to_bytes(4, "little")
-        self._buffers.append(part)
-        self._pending_last = end, offset, crc
-        return [*map(offset.__add__, places)]
 
     def roll(self, time_us: int) -> None:
         """Go on in the next segment, be the last free slot the one for it; to be written by
@@ -564,31 +530,64 @@ class _Layout:
         self.begin = log._end
         self.is_first = True
 
-    def place(self, records: Sequence[Record]) -> list[int]:
+    def place(self, records: Sequence[Record], payload: int) -> list[int]:
         """Lay out all records; return their offsets."""
-        log = self.log
-        offsets = []
-        pieces = self.pieces
-        for record in records:
-            length = sum(map(len, record))
-            if not length:
-                raise ValueError(_NO_BYTES)
-            at = self.begin + PART_BYTES + self.n
-            if at + ENVELOPE_BYTES + 1 > log._limit:
-                self._next_part(0)
-                pieces = self.pieces
-                at = self.begin + PART_BYTES + self.n
-            offsets.append(at)
-            pieces.append(ENVELOPE.pack(length, at - self.begin))
-            self.n += ENVELOPE_BYTES
-            if at + ENVELOPE_BYTES + length <= log._limit:
-                pieces.extend(record)
-                self.n += length
-            else:
-                self._cut(record, length)
-                pieces = self.pieces
+        if payload <= _JOIN_BYTES or max(map(len, chain.from_iterable(records))) <= _SMALL_BYTES:
+            offsets = self._place_small(records)
+        else:
+            offsets = [self._add(record) for record in records]
         self._close_part(LAST_PART)
         return offsets
+
+    def _place_small(self, records: Sequence[Record]) -> list[int]:
+        """`place`, in steps over as many as fit into the part, each of them one call, with pieces
+        joined: put_many lives here.
+        """
+        bodies = [*map(b"".join, records)]
+        lengths = [*map(len, bodies)]
+        if not all(lengths):
+            raise ValueError(_NO_BYTES)
+        # Where each begins in this part, and the last one ends, if all of them fit.
+        starts = [*accumulate(map(ENVELOPE_BYTES.__add__, lengths), initial=PART_BYTES)]
+        offsets: list[int] = []
+        done = 0
+        while done < len(bodies):
+            moved = PART_BYTES + self.n - starts[done]
+            fit = bisect_right(starts, self.log._limit - self.begin - moved) - 1
+            if fit > done:
+                places = starts[done:fit]
+                if moved:  # in a later part
+                    places = [*map(moved.__add__, places)]
+                pieces: list[_files.Bytes] = [b""] * (2 * len(places))
+                pieces[::2] = map(ENVELOPE.pack, lengths[done:fit], places)
+                pieces[1::2] = bodies[done:fit]
+                self.pieces += pieces
+                self.n += starts[fit] - starts[done]
+                offsets += map(self.begin.__add__, places)
+                done = fit
+            if done < len(bodies):
+                offsets.append(self._add([bodies[done]]))
+                done += 1
+        return offsets
+
+    def _add(self, record: Record) -> int:
+        """Lay out one record, over several parts if need be; return its offset."""
+        log = self.log
+        length = sum(map(len, record))
+        if not length:
+            raise ValueError(_NO_BYTES)
+        at = self.begin + PART_BYTES + self.n
+        if at + ENVELOPE_BYTES + 1 > log._limit:
+            self._next_part(0)
+            at = self.begin + PART_BYTES + self.n
+        self.pieces.append(ENVELOPE.pack(length, at - self.begin))
+        self.n += ENVELOPE_BYTES
+        if at + ENVELOPE_BYTES + length <= log._limit:
+            self.pieces.extend(record)
+            self.n += length
+        else:
+            self._cut(record, length)
+        return at
 
     def _cut(self, record: Record, length: int) -> None:
         """Lay out a record's bytes over this part and those that follow."""
@@ -616,13 +615,21 @@ class _Layout:
     def _close_part(self, last: int) -> None:
         log = self.log
         flags = self.commit_flags | last | (FIRST if self.is_first else 0)
-        head = PART.pack(0, self.n, flags, self.time_us)[4:]
-        crc = crc32(head, log._salt + self.begin)
-        for piece in self.pieces:
-            crc = crc32(piece, crc)
+        head = PART.pack(0, self.n, flags, self.time_us)
+        seed = log._salt + self.begin
+        if self.n <= _SMALL_BYTES * len(self.pieces):
+            part = bytearray().join([head, *self.pieces])
+            with memoryview(part) as view:
+                crc = crc32(view[4:], seed)
+            part[:4] = crc.to_bytes(4, "little")
+            log._buffers.append(part)
+        else:  # large ones are handed over as they are
+            crc = crc32(head[4:], seed)
+            for piece in self.pieces:
+                crc = crc32(piece, crc)
+            log._buffers += (crc.to_bytes(4, "little"), head[4:], *self.pieces)
         if self.is_first:
             self.first = (self.begin, crc)
-        log._buffers += (crc.to_bytes(4, "little"), head, *self.pieces)
         log._end = self.begin + PART_BYTES + self.n
         self.is_first = False
 
