@@ -254,10 +254,10 @@ class Queue(Asking):
     def _encode_many(self, bodies: Iterable[Any]) -> Sequence[Encoded]:
         """Bodies and `Put` objects, made ready to be put; nothing if there are none."""
         encode, plain = self._encode_body, self._terms
-        if isinstance(bodies, (list, tuple)) and not any(
-            issubclass(kind, Put) for kind in {*map(type, bodies)}
-        ):
-            return [(_codecs.encode_many(encode, bodies), plain)] if bodies else []
+        if type(bodies) is list or type(bodies) is tuple:
+            many = [*bodies]  # whoever has the list may change it meanwhile
+            if not any(issubclass(kind, Put) for kind in {*map(type, many)}):
+                return [(_codecs.encode_many(encode, many), plain)] if many else []
         # One after the other: whoever makes them may make each out of the one before.
         messages: list[tuple[list[bytes], Terms]] = []
         before: Terms | None = None
