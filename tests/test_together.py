@@ -11,7 +11,9 @@ import pytest
 from tests.helpers.queues import drain, eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files
+from weclaw_embedded import _files, _settling
+from weclaw_embedded._index import IndexFullError
+from weclaw_embedded._session import Job
 
 
 class Held:
@@ -110,6 +112,29 @@ def test_a_turn_too_large_for_the_disk_fails_only_whose_it_is(open_queue, monkey
     assert all(isinstance(one, str) for one in found)
     monkeypatch.setattr(_files, "write_at", real)
     assert sorted(body[0] for body in drain(q)[1:]) == list(range(9))
+
+
+def test_an_index_without_room_under_one_job_leaves_nothing_out(open_queue):
+    """Its transaction is over for the others of the turn too: none was done, and each is alone."""
+    q = open_queue()
+    ids = q.put_many(list(range(3)))
+    assert q.qsize() == 3
+    msgs = q.get_many(2)
+    engine = q._engine
+
+    def ack(session, msg):
+        return _settling.ack(session, msg._lease, b"", 0)
+
+    def fails(session):
+        session.tx.abort()
+        raise IndexFullError("no room for the index")
+
+    jobs = [Job(ack, msgs[0]), Job(fails), Job(ack, msgs[1])]
+    with pytest.raises(weclaw.DiskFullError):
+        engine.execute_many(jobs)
+    assert q.stats().leased == 2
+    engine.execute_many([jobs[0], jobs[2]])
+    assert [q.status(id) for id in ids] == ["done", "done", "ready"]
 
 
 def test_a_sync_that_fails_fails_for_all_who_waited(open_queue, monkeypatch):

@@ -279,7 +279,7 @@ class Engine(Folding, Together, Durability, FileOptions):
             if session is None or not session.may_make_room or not self.make_room():
                 raise
             return self.turn(operation, *args)
-        if session.pokes or session.tail >= self._look_at or session.is_index_short:
+        if session.tail >= self._look_at or not session.is_plain:
             self._after(session)
         if session.settled and not self._upkeep_due:
             self._upkeep_soon()
@@ -311,10 +311,9 @@ class Engine(Folding, Together, Durability, FileOptions):
         """What is not plain about a turn, after it, with the lock given back."""
         for kind, slots in session.pokes:
             self.wake(slots, kind)
-        # Not in the turns that make room: that would wait for itself.
-        if session.tail >= self._look_at and self._room_maker != threading.get_ident():
+        if session.tail >= self._look_at:
             self._look_for_space(session.tail)
-        if session.is_index_short:
+        if self.index.room.is_short:
             self._feed_index()
 
     def _look_for_space(self, tail: int) -> None:
@@ -324,16 +323,18 @@ class Engine(Folding, Together, Durability, FileOptions):
         words = self.page.words
         last = words[LAST]
         log = self.log
-        self._look_at = min((last + 1) << log.bits, tail + log.segment_bytes // _LOOKS)
+        makes_room = self._room_maker == threading.get_ident()
+        if not makes_room:
+            self._look_at = min((last + 1) << log.bits, tail + log.segment_bytes // _LOOKS)
         if last != self._last_segment:
             # At once, so that space is used again as fast as it is used up.
             self._last_segment = last
             self._upkeep(busy=True)
             self._upkeep_soon()
+        if makes_room:
+            return  # the rest would wait for it; it is the next turn's
         if not words[SPARES]:
             self._keep_spare()
-        if self.index.room.is_short:
-            self._feed_index()
         self._look_after_reserve()
 
     def _look_after_reserve(self) -> None:
@@ -390,6 +391,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         if session.settled:
             pokes.append((SETTLED_BYTE, self.page.take_waiting(SETTLED, session.settled)))
         session.pokes = pokes
+        session.is_plain = False
 
     def wake(self, slots: Sequence[int], kind: bytes) -> None:
         """Wake the processes in these slots. If one of them has died, all others that wait: what

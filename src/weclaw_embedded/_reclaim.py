@@ -112,7 +112,7 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
         session.append([_records.pack_checkpoint(tx.checkpoint_state())], flags=CHECKPOINT_FRAME)
     if records:
         session.append(records)
-    session.after_write += (lambda: log.free(segment),)
+    session.when_written(lambda: log.free(segment), indexed=True)
     tx.drop_below((segment + 1) << log.bits)
     return 0.0
 

@@ -51,13 +51,13 @@ class Session:
     pokes: Sequence[tuple[bytes, Sequence[int]]] = ()  # kinds and slots of all who are woken
     must_sync = False
     may_make_room = True  # where the disk is full
-    is_index_short = False  # of space, which is to be found for it after the turn
+    is_plain = True  # nothing but what each turn does is to be done after it
     must_index = False  # what the index learned must be in LMDB, not in memory alone
     imagined = False  # what is done to the index is dropped; see `imagine`
-    told: Sequence[Callable[[], None]] = ()  # called when all is written; see `when_written`
-    # Leases this turn begins, as it began them: only so if it is written.
+    # Leases this turn begins, as it began them, and those it ends: only so if it is written.
     begun: tuple[Sequence[Any], ...] = ()
-    after_write: tuple[Callable[[], None], ...] = ()
+    ended: tuple[Any, ...] = ()
+    _steps: tuple[tuple[Callable[[], None], bool], ...] = ()  # see `when_written`
     _tx: Tx | None = None
     _sync_from = 0
     _appended: list[Appended] | None = None
@@ -69,7 +69,6 @@ class Session:
         self.now_us = _clock.boottime_us() + engine.shift
         self.start: int = engine.page.words[TAIL]
         self.tail = self.start  # the same, once it is finished, of the log with it
-        self.ended: list[Any] = []  # leases, as `begun`
 
     @property
     def tx(self) -> Tx:
@@ -95,13 +94,14 @@ class Session:
         """Append one frame; returns the records' offsets. Raises DiskFullError, then nothing of it
         is left. `spare`: may use the space kept so that a full disk can be worked off.
         """
-        offsets = self.log.append(records, policy, self.now_us, flags, spare=spare)
+        now_us = self.now_us
+        offsets = self.log.append(records, policy, now_us, flags, spare=spare)
         if puts and policy >= SYNC and not self._sync_from:
             self._sync_from = offsets[0]
         if len(offsets) == 1:
-            fresh = [(offsets[0], self.now_us, records[0])]
+            fresh = [(offsets[0], now_us, records[0])]
         else:
-            fresh = [*zip(offsets, repeat(self.now_us), records)]
+            fresh = [*zip(offsets, repeat(now_us), records)]
         if self._appended:
             self._appended += fresh
         else:
@@ -127,11 +127,13 @@ class Session:
             return
         self.tx.apply([(self.log.pending_tail, self.now_us, record) for record in records])
 
-    def when_written(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when what was appended is written, still under the lock; an operation that
-        fails after it may be one of several of a turn, whose records stay.
+    def when_written(self, step: Callable[[], None], *, indexed: bool = False) -> None:
+        """Call `step` when what was appended is written, still under the lock; an operation that
+        fails after it may be one of several of a turn, whose records stay. `indexed`: only when
+        LMDB has it, too, which it then gets at once.
         """
-        self.told = (*self.told, tell)
+        self.must_index |= indexed
+        self._steps += ((step, indexed),)
 
     def imagine(self) -> Tx:
         """The index, to answer what would be so: what is done to it from here on is dropped when
@@ -165,7 +167,8 @@ class Session:
             # The log has it all. Whoever looks next applies it again.
             logger.debug("index not written, the log is ahead of it: %s", error)
             is_indexed = False
-        self.is_index_short = engine.index.room.is_short
+        if engine.index.room.is_short:
+            self.is_plain = False
         return is_indexed
 
     def option(self, name: str) -> Any:
@@ -200,21 +203,19 @@ class Session:
                 self.woken = self.page.note_puts(self.put_to, self.put_n)
         if self.imagined:
             self.forget_imagined()
+        is_indexed = True
         tx = self._tx
         if tx is not None:
-            # Whoever frees what the log has of it must find it in LMDB, not in memory alone.
-            is_kept = not (self.must_index or self.after_write) and tx.keep(self.tail)
-            if not is_kept and not self._commit(tx):
-                # The index must never be behind the log's head.
-                self.after_write = ()
+            if self.must_index or not tx.keep(self.tail):
+                is_indexed = self._commit(tx)
             # Not before: when Ctrl-C comes here, `abort` is to end it.
             self._tx = None
         elif appended:
             self.engine.remember_written(self.start, self.tail, appended)
-        for step in self.after_write:
-            step()
-        for tell in self.told:
-            tell()
+        for step, indexed in self._steps:
+            # The index must never be behind the log's head.
+            if is_indexed or not indexed:
+                step()
 
     def abort(self, error: BaseException | None = None) -> None:
         self.log.discard()

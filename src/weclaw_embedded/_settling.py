@@ -61,7 +61,7 @@ def let_go(session: Session, lease: Lease) -> None:
     """What was appended in this turn ends the lease."""
     lease.over = True
     session.engine.held.discard(lease)
-    session.ended.append(lease)
+    session.ended += (lease,)
     mask = mask_of(lease.tid)
     session.settled |= mask
     if lease.unblocks:
@@ -72,7 +72,7 @@ def let_go(session: Session, lease: Lease) -> None:
 def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
     """`let_go` for each of these."""
     session.engine.let_go(leases)
-    session.ended += leases
+    session.ended += tuple(leases)
     tid = mask = -1
     for lease in leases:
         if lease.tid != tid:
