@@ -107,7 +107,7 @@ class Many(Fold):
         put_head = _NO_HEAD
         append = heads.append
         near = size = 0
-        # and the group last delivered to, with the part of a queue that it has at hand itself.
+        # and the group last at work, with the part of a queue that it has at hand itself.
         reading: GroupState | None = None
         deliver_head = ack_head = _NO_HEAD
         at = lane = priority = begun = spot = first = settled = soonest = 0
@@ -156,12 +156,14 @@ class Many(Fold):
                     append = filling.chunk.deltas.append
                     near = filling.chunk.base - base
                 continue
-            if kind not in (DELIVER, ACK):
-                filling, put_head = None, _NO_HEAD
-            reading = self._reading(head, data, place) if kind == DELIVER else None
             deliver_head = ack_head = _NO_HEAD
+            if kind not in (DELIVER, ACK):
+                filling, put_head, reading = None, _NO_HEAD, None
+                continue
+            reading = self._reading(data, place)
             if reading is not None:
-                deliver_head, ack_head = head, head & ~0xFFFFFF | ACK
+                rest = head & ~0xFFFFFFFF  # the topic
+                deliver_head, ack_head = rest | 1 << 16 | DELIVER, rest | ACK
                 at, lane, leases = reading.gid, reading.lane, reading.fresh
                 priority = lane >> 4
                 deltas, first = reading.part.deltas, reading.part.base
@@ -197,16 +199,13 @@ class Many(Fold):
             filling.known += added
         return topic.tail[priority] is filling.chunk
 
-    def _reading(self, head: int, data: bytes, place: int) -> GroupState | None:
-        """The group that a DELIVER of one message from a queue was for, now that it is done."""
-        if head >> 16 & 0xFFFF != 1:
-            return None
-        n, gid, _, _, _, flags = _DELIVER_ONE.unpack_from(data, place)
-        group = self._groups.get(gid)
+    def _reading(self, data: bytes, place: int) -> GroupState | None:
+        """The group that a DELIVER or an ACK was for, now that it is done, if more of both can
+        simply be told of it.
+        """
+        group = self._groups.get(_ACK.unpack_from(data, place)[1])
         # Where some are skipped it may be one of these that is next.
-        if n != _ONE_SIZE or group is None or group.lane != flags or group.skipped:
-            return None
-        return group
+        return group if group is not None and group.fresh and not group.skipped else None
 
     def _level_group(self, group: GroupState, taken: int, settled: int, soonest: int) -> None:
         """Have a group know of what it was handed out and what it settled."""
