@@ -89,7 +89,13 @@ class Written(Awaitable[None]):
     def __await__(self) -> Generator[Any, None, None]:
         if self._until and not self._engine.is_durable(self._until):
             call = SyncCall(asyncio.get_running_loop(), self._until)
-            yield from io_of(self._engine).wait(call).__await__()
+            io = io_of(self._engine)
+            io.submit(call)
+            try:
+                yield from call.__await__()
+            except BaseException:
+                io.abandon(call)
+                raise
 
 
 class Io:
@@ -103,12 +109,13 @@ class Io:
         self._asleep = False
         self._round = False  # what waits for a sync waits for the loop's round to end, too
         self._role = threading.Lock()
-        self._lock = threading.Lock()  # guards the next seven
+        self._lock = threading.Lock()  # guards the next eight
         self._threads: list[threading.Thread] = []
         self._syncing = False
         self._kept = False  # whoever syncs has the serving too: nobody needs it
         self._to_sync: list[Call] = []  # answered after the next sync
         self._to_retry: list[Call] = []  # tried again after it
+        self._sync_soon = False  # though nobody waits for it
         self._sync_until = 0
         self._closed = False
         self._ready = Waiter(READY_BYTE, self._on_ready)
@@ -168,7 +175,14 @@ class Io:
 
     def sync_soon(self, until: int) -> None:
         """Force everything below `until` to the disk; nobody waits for it."""
-        self.submit(SyncCall(None, until))
+        with self._lock:
+            self._sync_soon = True
+            self._sync_until = max(self._sync_until, until)
+            syncing = self._syncing
+        if self._asleep and not syncing:
+            self._ring_after_round()
+        elif not self._threads:
+            self._start()
 
     def look_again(self) -> None:
         """Something changed for those who wait: try them all again."""
@@ -289,7 +303,7 @@ class Io:
         )
 
     def _wants_sync(self) -> bool:
-        return bool(self._to_sync or self._to_retry)
+        return bool(self._to_sync or self._to_retry or self._sync_soon)
 
     def _sync(self) -> bool:
         """Sync for everybody who waits for it. True when this thread still has the serving."""
@@ -301,10 +315,11 @@ class Io:
                     return kept
                 calls, self._to_sync = self._to_sync, []
                 again, self._to_retry = self._to_retry, []
+                self._sync_soon = False
                 until = self._sync_until
             try:
                 self._engine.durable(until)
-                if self._engine.replicates:
+                if calls and self._engine.replicates:
                     calls = self._confirm(calls, until)
             except Exception as failed:  # noqa: BLE001  told to everybody who waits
                 calls, again = calls + again, []
@@ -340,7 +355,8 @@ class Io:
 
     def _sleep(self) -> None:
         self._asleep = True
-        if self._inbox or self._look_ready or self._look_settled or self._closed:
+        due = self._sync_soon and not self._syncing
+        if self._inbox or self._look_ready or self._look_settled or self._closed or due:
             self._asleep = False
             return
         wait_s = -1.0
@@ -696,9 +712,7 @@ class Io:
             self._look_ready = self._look_settled = True
         if words[SYNC_HIGH] > words[COMMIT]:
             # So long without a sync: whoever wrote this may have died before it.
-            with self._lock:
-                self._to_sync.append(SyncCall(None, words[SYNC_HIGH]))
-                self._sync_until = max(self._sync_until, words[SYNC_HIGH])
+            self.sync_soon(words[SYNC_HIGH])
         try:
             if self._moved is None or self._moved.poll(0):
                 engine._look_at_place()

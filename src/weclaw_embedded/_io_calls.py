@@ -266,7 +266,7 @@ class TakeCall(Call):
 class SyncCall(Call):
     """A wait for the disk: everything below `until`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None, until: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, until: int) -> None:
         super().__init__(loop, None)
         self.until = until
 
