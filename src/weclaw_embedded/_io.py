@@ -43,6 +43,7 @@ from ._delivery import Lease, Taken
 from ._durability import poll_of
 from ._engine import DEATH_CHECK_S, Engine
 from ._io_calls import (
+    MAKE_ROOM,
     PENDING,
     Call,
     Op,
@@ -55,7 +56,7 @@ from ._io_calls import (
     closed_error,
     copy_of,
 )
-from ._putting import NoRoom
+from ._putting import NoBytes, NoRoom
 from ._session import BATCH, Job, Session
 from ._shared import FAILED, SYNC_HIGH
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
@@ -413,6 +414,8 @@ class Io:
         for key in [key for key, takes in self._takes.items() if not takes.calls]:
             del self._takes[key]
         self._answer(turn.answers)
+        if turn.short:
+            self._make_room(turn.short)
         if turn.takes:
             self._seen_tail = self._engine.page.words[TAIL]
         if not self._takes and waker.has(self._ready):
@@ -470,9 +473,14 @@ class Io:
         try:
             return call.attempt(session, self._settled if waits else None)
         except NoRoom as error:
+            if waits:
+                blocked.add(id(call.room))
+            if isinstance(error, NoBytes) and call.may_reclaim:
+                call.may_reclaim = False
+                return MAKE_ROOM
+            call.may_reclaim = True
             if not waits:
                 raise Full(str(error)) from None
-            blocked.add(id(call.room))
             return Pending(_LOOK_FOR_ROOM_S)
 
     def _look(self, session: Session, takes: Takes, wanted: int) -> Taken:
@@ -543,6 +551,9 @@ class Io:
             if isinstance(error, NoRoom):
                 call.merges = None
                 self._inbox.appendleft(call)
+                return
+            if result is MAKE_ROOM:
+                turn.short.append(call)
                 return
             if isinstance(result, Pending):
                 if not call.over:
@@ -665,6 +676,19 @@ class Io:
             call.watched = True
             self._count += 1
             heapq.heappush(self._late, (call.until_s, self._count, call))
+
+    def _make_room(self, calls: list[Op]) -> None:
+        """Free what only retention holds, and try these again, before those that came later."""
+        try:
+            self._engine.make_room()
+        except Exception as error:  # noqa: BLE001  told to everybody who needed it
+            self._fail(list(calls), error)
+            return
+        self._parked[:0] = calls
+        for call in calls:
+            if call.until_s:
+                self._watch(call)
+        self._look_settled = True
 
     def _retry_parked(self, turn: Turn) -> None:
         parked, self._parked = self._parked, []

@@ -35,6 +35,7 @@ class Pending:
 
 
 PENDING: Final = Pending()
+MAKE_ROOM: Final = Pending()  # again as soon as the space of settled messages was freed
 
 
 def pending_until(session: Session, look_again_us: int | None) -> Pending:
@@ -175,6 +176,7 @@ class Op(Call):
     room: object = None
     queue: Queue | None = None
     look_at_s: float | None = None  # when to try again by itself, while it is parked
+    may_reclaim = True  # settled space is freed before it waits for bytes, or is refused
 
     def __init__(
         self,
@@ -295,7 +297,7 @@ class Takes:
 class Turn:
     """What one turn runs, and who is answered after it."""
 
-    __slots__ = ("answers", "blocked", "jobs", "owners", "puts", "takes")
+    __slots__ = ("answers", "blocked", "jobs", "owners", "puts", "short", "takes")
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -304,6 +306,7 @@ class Turn:
         self.blocked: set[int] = set()  # ids of rooms that are full in this turn
         self.puts: dict[Queue, int] = {}
         self.answers: list[Call] = []
+        self.short: list[Op] = []  # to be tried again when room was made for them
 
     def add(self, job: Job, owner: list[Call] | Takes) -> None:
         self.jobs.append(job)

@@ -27,7 +27,7 @@ from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
 from ._engine import Engine
 from ._io import io_of
 from ._io_calls import PENDING, Call, Op, PutCall, TakeCall, closed_error
-from ._putting import NoRoom
+from ._putting import NoBytes, NoRoom
 from ._session import BATCH, OS, SYNC, Job, Session
 from ._wake import Waiter
 from .errors import ClosedError, Empty, Full, ShutDown
@@ -190,6 +190,8 @@ class Queue(_Generic[T]):
         policy = min(BATCH, core.queue._policy)
         job = Job(core.put, None, core.encode(item), item, policy, core.limit)
         tail = engine.execute_many([job])
+        if isinstance(job.error, NoBytes) and engine.make_room():
+            tail = engine.execute_many([job])
         if isinstance(job.error, NoRoom):
             raise Full(str(job.error))
         if job.error is not None:

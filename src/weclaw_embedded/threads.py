@@ -124,14 +124,16 @@ class Queue(_Generic[T]):
             raise _dropin.shut_down()
         message = core.encode(item)
         policy = core.queue._policy
+        waiter: Waiter | None = None
+        may_reclaim = True
         while True:
-            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
+            engine = core.engine
             try:
-                core.engine.execute(core.put, waiter, message, item, policy, core.limit)
+                engine.execute(core.put, waiter, message, item, policy, core.limit)
             except NoRoom as error:
-                if waiter is None or (until_s is not None and time.monotonic() >= until_s):
-                    raise Full(str(error)) from None
-                self._sleep(waiter, until_s)
+                waiter, may_reclaim = core.queue._no_room(
+                    engine, error, until_s, waiter, may_reclaim
+                )
                 continue
             if policy == BATCH:
                 core.engine.flush_later(core.store._options, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import threading
 import time
@@ -11,7 +12,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _clock, _files
+from weclaw_embedded import _clock, _files, aio, threads
 
 UTC = datetime.timezone.utc
 
@@ -533,6 +534,79 @@ def test_max_bytes(open_queue):
     thread.join()
     assert done
     q.put(bytes(100_000), timeout=5.0)
+
+
+async def put_all_over_asyncio(path, bodies, **how):
+    async with weclaw.AsyncQueue(path) as q:
+        for body in bodies:
+            await q.put(body, **how)
+
+
+async def put_all_in_transactions(path, bodies):
+    async with weclaw.AsyncQueue(path) as q:
+        for body in bodies:
+            async with q.transaction(block=False) as tx:
+                tx.put(body)
+
+
+async def put_all_over_aio(path, bodies):
+    q = aio.Queue(path=path)
+    for body in bodies:
+        await asyncio.wait_for(q.put(body), 30)
+    q.close()
+
+
+def put_all_now(path, bodies, module):
+    q = module.Queue(path=path)
+    for body in bodies:
+        q.put_nowait(body)
+    q.close()
+
+
+@pytest.mark.parametrize(
+    "put_all",
+    [
+        lambda path, bodies: weclaw.Queue(path).put_many(bodies, block=False),
+        lambda path, bodies: asyncio.run(put_all_over_asyncio(path, bodies, timeout=30)),
+        lambda path, bodies: asyncio.run(put_all_over_asyncio(path, bodies, block=False)),
+        lambda path, bodies: asyncio.run(put_all_in_transactions(path, bodies)),
+        lambda path, bodies: asyncio.run(put_all_over_aio(path, bodies)),
+        lambda path, bodies: put_all_now(path, bodies, aio),
+        lambda path, bodies: put_all_now(path, bodies, threads),
+    ],
+    ids=["Queue", "waits", "at once", "transaction", "aio", "aio nowait", "threads nowait"],
+)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_what_is_settled_makes_room_whatever_its_retention(path, open_queue, put_all):
+    """At `max_bytes` the settled messages go before a put waits or is refused."""
+    q = open_queue(max_bytes=1 << 20, segment_bytes=65536, flush="os")
+    bodies = [bytes(20_000)] * 15
+    with pytest.raises(weclaw.Full):
+        while q.qsize() < 100:
+            q.put(bodies[0], block=False)
+    for msg in q.get_many(100):
+        msg.ack()
+    put_all(path, bodies)
+    assert q.qsize() == 15
+
+
+def test_those_who_wait_for_bytes_are_let_in_in_order(path, open_queue):
+    """Room is made for the first of them, and no other comes before it."""
+    q = open_queue(max_bytes=1 << 20, segment_bytes=65536, flush="os")
+    q.put_many([bytes(20_000)] * 35)
+    held = q.get_many(100)
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as aq:
+            puts = [asyncio.ensure_future(aq.put([n, bytes(300_000)])) for n in range(2)]
+            await asyncio.sleep(0.2)
+            assert not any(put.done() for put in puts)
+            for msg in held:
+                msg.ack()
+            await asyncio.wait_for(asyncio.gather(*puts), 30)
+
+    asyncio.run(main())
+    assert [body[0] for body in drain(q)] == [0, 1]
 
 
 def test_cancel(q):
