@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_model import ALL, Driver, check, found, joined, rebuild, tell
+from index_model import ALL, Driver, check, found, joined, rebuild, stretch, tell
 
 from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
@@ -331,6 +331,28 @@ def test_what_was_cancelled_is_passed_over_wherever_the_group_is(
     leases = kept.index.write().leases(kept.gid)
     assert [offset for offset, _ in leases] == [first, others[1], others[3]]
     kept.index.close()
+
+
+def test_many_at_once_pass_over_what_was_cancelled(tmp_path: Path) -> None:
+    """A stretch that delivers one after the other leases none that was cancelled before it."""
+    index = Index.open(tmp_path / "a", create=True)
+    gid = rec.group_id("default", "g")
+    messages = [1000 + 100 * n for n in range(6)]
+    first = [(100, 1, joined(rec.pack_group(0, gid, "g")))]
+    first += [(message, 1, PUT) for message in messages]
+    first.append((2000, 1, joined(rec.pack_cancel(0, [messages[2]]))))
+    deliveries = [joined(rec.pack_deliver(0, gid, 5, 2**40, [(one, 0, 1)])) for one in messages]
+    rest = [(3000 + 100 * n, 1, one) for n, one in enumerate(deliveries)]
+    rest += [
+        (4000 + 100 * n, 1, joined(rec.pack_ack(0, gid, one))) for n, one in enumerate(messages)
+    ]
+    tx = index.write()
+    tx.apply((offset, time_us, (data,)) for offset, time_us, data in first)
+    tx.apply_many([stretch(rest, random.Random(1))])
+    group = tx.group(gid)
+    assert group is not None
+    assert (tx.ready_count(group), group.n_leased, group.settled) == (0, 0, 5)
+    index.close()
 
 
 def test_no_memory_is_left_ahead_of_what_no_record_can_bring_again(tmp_path: Path) -> None:
