@@ -35,7 +35,7 @@ LAYERS = [
     ["_index_many"],
     ["_index"],
     ["_wake", "_shared"],
-    ["_rebuild"],
+    ["_rebuild", "_scratch"],
     ["_opening"],
     ["_copy"],
     ["_feeder", "_receiver"],
@@ -87,7 +87,7 @@ DOORS = {
         "os.close": "the page",
         "mmap.mmap": "words shared by processes are memory, not a file",
     },
-    "_opening": {
+    "_scratch": {
         "os.mkdir": "the scratch folder",
         "open": "the mark of a clean close is read",
         "os.open": "the mark of a clean close",

@@ -39,16 +39,9 @@ from ._file_options import FileOptions
 from ._folding import Folding
 from ._format import FENCED, VOUCH
 from ._index import Index
-from ._opening import (
-    IN_USE,
-    INDEX_NAME,
-    OWNER,
-    PAGE_NAME,
-    WRITE,
-    Opened,
-    write_clean_mark,
-)
+from ._opening import IN_USE, OWNER, WRITE, Opened
 from ._options import DEFAULTS, StoreOptions
+from ._scratch import INDEX_NAME, PAGE_NAME, write_clean_mark
 from ._session import ALL, Appended, Job, Session
 from ._shared import (
     CLEAN_AT,

@@ -21,9 +21,10 @@ from ._copy import Copy, check_is_file, is_same_file
 from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
 from ._format import COPY, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
 from ._mend import find_slot, has_slot, unreadable
-from ._opening import read_header, scratch_of
+from ._opening import read_header
 from ._options import StoreOptions
 from ._recovery import recover_copy
+from ._scratch import scratch_of
 from ._stream import DATA, MAX_DATA, SEGMENT, STATE, Hello, State, StreamError
 from .errors import CorruptError, DiskFullError, StorageError, WeclawError
 from .wal import HEAD, LAST, TAIL, Log

@@ -22,7 +22,6 @@ import functools
 import os
 import random
 import secrets
-import shutil
 import stat
 import struct
 import time
@@ -32,9 +31,18 @@ from typing import Final, TypeAlias
 
 from . import _clock, _files
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
-from ._index import FILE_NAME, Index
+from ._index import Index
 from ._rebuild import Rebuild
 from ._records import MAX_TIME_US
+from ._scratch import (
+    INDEX_NAME,
+    PAGE_NAME,
+    believable_index,
+    make_directory,
+    new_index,
+    remove_pipes,
+    scratch_of,
+)
 from ._shared import (
     DEAD_SEQ,
     FAILED,
@@ -60,12 +68,8 @@ RECEIVER: Final = LOCKS_AT + 2  # a replica's receiver and promote; shared: who 
 FEEDER: Final = LOCKS_AT + 3  # whoever feeds this file's replica
 OWNER: Final = LOCKS_AT + 16
 
-PAGE_NAME: Final = "page"
-INDEX_NAME: Final = "index"
 # How long two who came at once try again before the scratch folder counts as deleted.
 _PATIENCE_S: Final = 2.0
-CLEAN_NAME: Final = "clean"
-_LMDB_MAGIC: Final = 0xBEEFC0DE
 
 
 # Called with the open file and its header; True when it has written what the log lacked.
@@ -89,10 +93,6 @@ class Opened:
     rebuild: bool  # the index is empty and must be folded from the log
     role: int = PRIMARY  # what the file says it is
     role_epoch: int = 0
-
-
-def scratch_of(path: str) -> str:
-    return path + ".d"
 
 
 def open_shared(
@@ -325,11 +325,11 @@ def _open_first(
     replica = SharedPage.read_kept(page_path, *identity) if old is None else old.replica_words()
     if old is not None:
         old.close()
-    _make_directory(directory, fd)
+    make_directory(directory, fd)
     page = SharedPage.create(page_path, fd, SharedPage.pack_kept(*identity, replica))
     index: Index | None = None
     try:
-        _remove_pipes(directory)
+        remove_pipes(directory)
         log = Log(fd, header, page)
         role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
         more = (
@@ -389,10 +389,10 @@ def _recover(
     """Find the log's end, and an index that may be believed; True if it is to be folded anew, which
     is begun here.
     """
-    index = _believable_index(os.path.join(directory, INDEX_NAME), same_boot and not failed)
+    index = believable_index(os.path.join(directory, INDEX_NAME), same_boot and not failed)
     rebuild = None
     if index is None:
-        index = _new_index(directory)
+        index = new_index(directory)
         rebuild = Rebuild(index, log)
     try:
         recovery = log.recover(
@@ -420,53 +420,7 @@ def _recover(
         index.close(sync=False)
         raise
     index.close(sync=False)
-    return _new_index(directory), recovery, True
-
-
-def _new_index(directory: str) -> Index:
-    _delete_index(directory)
-    return Index.open(os.path.join(directory, INDEX_NAME), create=True)
-
-
-def _believable_index(directory: str, same_boot: bool) -> Index | None:
-    """Open the index if nothing in it can have been lost or changed by others."""
-    data = os.path.join(directory, FILE_NAME)
-    mark = read_clean_mark(directory)
-    # The mark is of the state on disk now. Once we write, it must not be found after a power cut.
-    _files.unlink(os.path.join(directory, CLEAN_NAME))
-    try:
-        found = os.stat(data)
-        _files.sync_dir(directory)
-    except OSError:
-        return None
-    if mark is not None:
-        believed = mark == (found.st_ino, found.st_mtime_ns, found.st_size)
-    else:
-        believed = same_boot
-    if not believed or not _looks_like_lmdb(data, found.st_size):
-        return None
-    try:
-        return Index.open(directory, create=False)
-    except OSError:
-        return None
-
-
-def _looks_like_lmdb(path: str, size: int) -> bool:
-    """Check both meta pages by hand; LMDB itself may end the process over a torn file."""
-    fd = _files.open_ro(path)
-    try:
-        head = _files.read_at(fd, 8192, 0)
-    finally:
-        _files.close(fd)
-    if len(head) < 8192:
-        return False
-    for at in (16, 4096 + 16):
-        magic, _version = struct.unpack_from("<II", head, at)
-        # Meta: magic, version, address, map size, two databases of 48 bytes, last page, txn id.
-        last_page, _txn = struct.unpack_from("<QQ", head, at + 24 + 96)
-        if magic != _LMDB_MAGIC or (last_page + 1) * 4096 > size:
-            return False
-    return True
+    return new_index(directory), recovery, True
 
 
 def _index_matches(index: Index, log: Log) -> bool:
@@ -479,38 +433,6 @@ def _index_matches(index: Index, log: Log) -> bool:
         return log.ends_with(tx.applied, tx.last_frame, tx.last_crc)
     finally:
         tx.abort()
-
-
-def _make_directory(directory: str, fd: int) -> None:
-    try:
-        os.mkdir(directory, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(directory):
-            raise StorageError(
-                f"{directory} is not a folder, but is where the scratch of the queue belongs; "
-                "nothing was touched; move it away"
-            ) from None
-    _files.match_owner_and_mode(directory, fd)
-
-
-def _remove_pipes(directory: str) -> None:
-    for name in os.listdir(directory):
-        if name.startswith("wake-"):
-            _files.unlink(os.path.join(directory, name))
-
-
-def _delete_index(directory: str) -> None:
-    path = os.path.join(directory, INDEX_NAME)
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        _files.unlink(path)
-    os.mkdir(path, 0o700)
-    parent = _files.open_ro(directory)
-    try:
-        _files.match_owner_and_mode(path, parent)
-    finally:
-        _files.close(parent)
 
 
 def _new_shift(log: Log) -> int:
@@ -541,29 +463,3 @@ def take_owner_slot(fd: int, page: SharedPage) -> tuple[int, int]:
         f"{MAX_OWNERS} processes have this file open, which is the limit; nothing was changed; "
         "close some of them"
     )
-
-
-def write_clean_mark(directory: str) -> None:
-    """Note that the index was synced and closed by the last process; it survives a reboot."""
-    found = os.stat(os.path.join(directory, FILE_NAME))
-    data = struct.pack("<QQQ", found.st_ino, found.st_mtime_ns, found.st_size)
-    path = os.path.join(directory, CLEAN_NAME)
-    fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        _files.write_at(fd, [data], 0)
-        _files.sync_data(fd)
-    finally:
-        _files.close(fd)
-    _files.replace(path + ".new", path)
-
-
-def read_clean_mark(directory: str) -> tuple[int, int, int] | None:
-    try:
-        with open(os.path.join(directory, CLEAN_NAME), "rb") as file:
-            data = file.read(64)
-    except OSError:
-        return None
-    if len(data) != 24:
-        return None
-    inode, mtime, size = struct.unpack("<QQQ", data)
-    return inode, mtime, size

@@ -24,8 +24,9 @@ from . import _clock, _files
 from ._durability import asker_of
 from ._engine import Engine
 from ._index import Index, Tx
-from ._opening import OWNER, PAGE_NAME, attach_page, check_path, is_new, read_header, scratch_of
+from ._opening import OWNER, attach_page, check_path, is_new, read_header
 from ._options import StoreOptions
+from ._scratch import PAGE_NAME, scratch_of
 from ._session import Record, Session
 from ._shared import DEAD_SEQ, SHIFT
 from ._wake import Timer, Waiter, Waker
