@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import pickle
 import signal
@@ -409,6 +410,53 @@ def test_what_a_stopped_loop_has_settled_is_synced(path, monkeypatch):
     loop.close()
     eventually(lambda: syncs)
     run(q.close())
+
+
+def test_tasks_of_a_group_run_on_each_as_itself(path):
+    """Each runs on in its own context and as the current task, though one callback wakes them."""
+    number = contextvars.ContextVar("number")
+
+    async def work(q, i):
+        number.set(i)
+        me = asyncio.current_task()
+        for _ in range(3):
+            await q.put(i)
+            assert (number.get(), asyncio.current_task()) == (i, me)
+            await (await q.get()).ack()
+            assert (number.get(), asyncio.current_task()) == (i, me)
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            await asyncio.gather(*(work(q, i) for i in range(20)))
+
+    asyncio.run(main(), debug=True)
+
+
+def test_an_interrupt_in_one_task_leaves_the_others_their_answers(path):
+    """Ctrl-C goes through the loop at once; when the loop runs again the others go on."""
+    q = weclaw.AsyncQueue(path)
+
+    async def put(i):
+        id = await q.put(i)
+        if i == 3:
+            raise KeyboardInterrupt
+        return id
+
+    async def start():
+        return [asyncio.create_task(put(i)) for i in range(10)]
+
+    async def end(tasks):
+        ids = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        await q.close()
+        return ids
+
+    loop = asyncio.new_event_loop()
+    tasks = loop.run_until_complete(start())
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(tasks[3])
+    assert isinstance(tasks.pop(3).exception(), KeyboardInterrupt)
+    assert len({*loop.run_until_complete(end(tasks))}) == 9
+    loop.close()
 
 
 def test_a_failed_sync_is_told_to_everybody(path, monkeypatch):
