@@ -221,38 +221,40 @@ class Fold(Keep):
             messages = [message for message, _ in run]
             priority = flags >> 4
             is_queued = flags & FROM_QUEUE and priority < PRIORITIES
-            while messages:
-                n = self._hand_out(group, topic, priority, messages) if is_queued else 0
+            at = 0
+            while at < len(messages):
+                n = self._hand_out(group, topic, priority, messages, at) if is_queued else 0
                 if n:
                     lease = (priority, owner, deadline_ns)
-                    group.fresh.update(dict.fromkeys(messages[:n], lease))
-                    del messages[:n]
+                    group.fresh.update(dict.fromkeys(messages[at : at + n], lease))
+                    at += n
                 else:
                     self._write_leases()
-                    message = messages.pop(0)
-                    self._deliver_other(group, topic, message, priority, owner, deadline_ns)
+                    self._deliver_other(group, topic, messages[at], priority, owner, deadline_ns)
+                    at += 1
         group.picks += count
         if deadline_ns < group.next_deadline_ns:
             group.next_deadline_ns = deadline_ns
 
     def _hand_out(
-        self, group: GroupState, topic: TopicState, priority: int, messages: list[int]
+        self, group: GroupState, topic: TopicState, priority: int, messages: list[int], at: int
     ) -> int:
-        """Move a group's cursor past the first of these messages, as far as they are what is next
+        """Move a group's cursor past these messages from `at` on, as far as they are what is next
         in a part of a queue; return how many that are.
         """
         part = self._part(group, topic, priority)
         place = group.cursor[priority] % CHUNK_ENTRIES
-        n = 1 if group.skipped else len(messages)
+        most = 1 if group.skipped else len(messages) - at
         base = part.base
-        found = [base + delta for delta in part.deltas[place : place + n]]
-        n = len(found)
-        if found != messages[:n]:
-            n = next(i for i in range(n) if found[i] != messages[i])
-        if n and group.skipped and self._skips(topic, messages[0]):
+        end = at
+        for delta in part.deltas[place : place + most]:
+            if base + delta != messages[end]:
+                break
+            end += 1
+        if end > at and group.skipped and self._skips(topic, messages[at]):
             return 0
-        group.cursor[priority] += n
-        return n
+        group.cursor[priority] += end - at
+        return end - at
 
     def _deliver_other(
         self,
