@@ -18,7 +18,7 @@ from tests.helpers.queues import eventually
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
 from weclaw_embedded._shared import READY
-from weclaw_embedded._wake import Timer, pipe_path
+from weclaw_embedded._wake import SETTLED_BYTE, Timer, Waiter, pipe_path
 
 
 def marked(q: weclaw.Queue) -> int:
@@ -372,3 +372,14 @@ def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
             while (said := waiter.hear()) == 3600.0:
                 pass
             assert said < 0.5
+
+
+def test_who_is_woken_before_sleeping_does_not_sleep() -> None:
+    """A join is noted before it looks, so that no end is missed; `task_done` may be that quick."""
+    waiter = Waiter(SETTLED_BYTE)
+    waiter.wake()
+    waiter.arm()
+    slept = threading.Thread(target=waiter.wait, args=(3600.0,), daemon=True)
+    slept.start()
+    slept.join(10)
+    assert not slept.is_alive()

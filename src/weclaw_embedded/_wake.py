@@ -50,6 +50,7 @@ class Waiter:
 
     woken = False
     callback: Callable[[], None] | None = None
+    _lock: threading.Lock | None = None  # to sleep on; none before it is armed
 
     def __init__(self, kind: bytes, callback: Callable[[], None] | None = None) -> None:
         self.kind = kind
@@ -57,9 +58,12 @@ class Waiter:
             self.callback = callback
 
     def arm(self) -> None:
-        """Get ready to sleep; from now on it may be woken."""
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        """Get ready to sleep. One that was woken before won't."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._lock = lock
+        if self.woken:
+            self.stir()
 
     def wake(self) -> None:
         if self.callback is not None:
@@ -70,12 +74,16 @@ class Waiter:
 
     def stir(self) -> None:
         """End its sleep, without a reason to look again."""
-        with contextlib.suppress(RuntimeError):  # stirred twice: it stirs once
-            self._lock.release()
+        lock = self._lock
+        if lock is not None:
+            with contextlib.suppress(RuntimeError):  # stirred twice: it stirs once
+                lock.release()
 
     def wait(self, timeout_s: float) -> bool:
         """Block until woken or the time is over; Ctrl-C gets through. True when woken."""
-        self._lock.acquire(timeout=max(0.0, timeout_s))
+        lock = self._lock
+        assert lock is not None, "it was added before"
+        lock.acquire(timeout=max(0.0, timeout_s))
         return self.woken
 
 
