@@ -22,7 +22,7 @@ LAYERS = [
     ["_checks", "_records"],
     ["_options"],
     ["_segments"],
-    ["_scan"],
+    ["_finding", "_scan"],
     ["_reading", "_recovery"],
     ["wal"],
     ["_index_rows"],

@@ -24,40 +24,36 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from . import _files
+from ._finding import (
+    HEADER_HEALED,
+    count_slots,
+    erase_header,
+    find_segments,
+    find_spares,
+    restore_copies,
+)
 from ._format import (
     CHECKPOINT_FRAME,
     FIRST,
-    HEAD_RECORD_AT,
     HEADER_BYTES,
-    HEADER_COPY_BYTES,
     PART,
     PART_BYTES,
     SLOT_BYTES,
     VOUCH,
-    SlotHeader,
     Stretch,
-    pack_head,
-    pack_header,
-    pack_slot,
-    part_checksum,
-    unpack_head,
     unpack_header,
     unpack_slot,
 )
 from ._scan import BadPartError, Frame, collect, stretches, walk
 from ._segments import (
-    ANNOUNCED,
     CHECKPOINT,
     COMMIT,
     FREE,
     HEAD,
     LAST,
-    PUNCHED,
     SAFE,
-    SLOTS,
     TAIL,
     WRITING,
-    ZEROED,
     Segments,
 )
 from .errors import CorruptError, DiskFullError, WeclawError
@@ -66,7 +62,6 @@ __all__ = [
     "HEADER_HEALED",
     "Follow",
     "Recovery",
-    "find_segments",
     "heal",
     "last_checkpoint",
     "look_at_copy",
@@ -78,7 +73,6 @@ __all__ = [
 Follow: TypeAlias = Callable[[Iterator[Stretch | Frame]], None]
 
 
-HEADER_HEALED = "a copy of the header block was damaged; it was written anew from the other"
 _PIECE = 1 << 20
 _WALK_TAIL_SEGMENT = 4 << 20  # segments up to this size are walked whole to find the tail
 
@@ -136,7 +130,7 @@ def recover(
     if recovery.cut is not None:
         words[TAIL] = words[COMMIT] = recovery.cut
     if not log.readonly:
-        recovery.healed = _restore_copies(log, slots=recovery.whole or not cache_is_true)
+        recovery.healed = restore_copies(log, slots=recovery.whole or not cache_is_true)
         if recovery.cut is not None:
             _cut(log, recovery.cut)
             _go_on(log, recovery.cut, begin_segment)
@@ -145,7 +139,7 @@ def recover(
             end = log.limit(words[LAST])
             words[TAIL] = words[COMMIT] = end
             _go_on(log, end, begin_segment)
-        _find_spares(log, words[TAIL] + 1 if cache_is_true else 0)
+        find_spares(log, words[TAIL] + 1 if cache_is_true else 0)
     recovery.tail = words[TAIL]
     return recovery
 
@@ -161,7 +155,7 @@ def recover_copy(log: Segments) -> None:
     if look_at_copy(log):
         _cut(log, log.state.words[TAIL])
     log.state.words[WRITING] = 0
-    _find_spares(log, 0)
+    find_spares(log, 0)
 
 
 def look_at_copy(log: Segments) -> bool:
@@ -188,56 +182,12 @@ def _begins_a_frame(log: Segments, segment: int) -> bool:
     return len(data) == PART_BYTES and bool(PART.unpack(data)[2] & FIRST)
 
 
-def _restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
-    """Write damaged copies of headers (of slots too, if wanted) anew, from the good ones."""
-    healed = []
-    block = _files.read_at(log.fd, HEADER_BYTES, 0)
-    packed = pack_header(log.header)
-    for at in (0, HEADER_BYTES // 2):
-        if block[at : at + HEADER_COPY_BYTES] != packed[at : at + HEADER_COPY_BYTES]:
-            _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
-            healed.append((0, HEADER_HEALED))
-    # The last one always: whoever began it may have been killed between its two headers.
-    for segment in log.segments() if slots else log.segments()[-1:]:
-        position = log.slot_position(log.slot_of(segment))
-        header = log.read_slot(log.slot_of(segment))
-        if header is None:
-            continue
-        copy = pack_slot(header, log.header.store_id)
-        for at in (position, position + log.segment_bytes - SLOT_BYTES):
-            if _files.read_at(log.fd, SLOT_BYTES, at) != copy:
-                _files.write_at(log.fd, [copy], at)
-                healed.append((segment << log.bits, "a copy of the slot header was damaged"))
-    return healed
-
-
-def _find_spares(log: Segments, needs: int) -> None:
-    """Say of the free slots which are zeroed, and what the others wait for."""
-    # If the head record may only be in the cache, they wait for a sync, like any just freed.
-    n_zeroed = 0
-    for slot, entry in enumerate(log.table()):
-        if not entry & FREE or entry & ZEROED:
-            continue
-        position = log.slot_position(slot)
-        if _files.has_hole(log.fd, position, log.segment_bytes):
-            log.state.slots[slot] = FREE | SAFE | PUNCHED | needs  # it may have no space
-            continue
-        if n_zeroed < 2:
-            data = _files.read_at(log.fd, log.segment_bytes, position)
-            if not data.strip(b"\0"):
-                log.state.slots[slot] = FREE | SAFE | ZEROED
-                n_zeroed += 1
-                continue
-        log.state.slots[slot] = FREE | SAFE | needs
-    log.count_spares()
-
-
 def _write_again(log: Segments, commit: int) -> None:
     """Write once more what the failed sync was to bring to the disk, from the cache.
 
     The kernel holds these pages for clean although the disk lacks them.
     """
-    for slot in range(_n_slots(log)):
+    for slot in range(count_slots(log)):
         header = log.read_slot(slot)
         if header is None or header.segment < commit >> log.bits:
             continue
@@ -247,113 +197,6 @@ def _write_again(log: Segments, commit: int) -> None:
             piece = _files.read_at(log.fd, n, position + at, around=False)
             if piece:
                 _files.write_at(log.fd, [piece], position + at)
-
-
-def _n_slots(log: Segments) -> int:
-    return max(0, -(-(_files.size(log.fd) - HEADER_BYTES) // log.segment_bytes))
-
-
-def find_segments(log: Segments) -> None:
-    """Fill the slot table, HEAD and LAST from the slot headers and the head record."""
-    words = log.state.words
-    n_slots = _n_slots(log)
-    headers = _slot_headers(log, n_slots)
-    recorded = unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
-    last = max((header.segment for header in headers.values()), default=-1)
-    head = max([recorded, *(header.head for header in headers.values())])
-    if head > last:
-        # What is there, if anything, was let go of long ago: to believe it would bring back what
-        # was settled.
-        raise CorruptError(
-            head << log.bits,
-            "no segment can be found",
-            "no segment that is still needed can be found in the file: their slots are damaged or "
-            "were cut off; nothing was touched; restore from a backup or promote the replica",
-        )
-    chosen: dict[int, int] = {}
-    for slot, header in headers.items():
-        other = chosen.get(header.segment)
-        if header.segment >= head and (
-            other is None or _rank(log, headers, slot) > _rank(log, headers, other)
-        ):
-            chosen[header.segment] = slot
-    log.state.grow_slots(n_slots)
-    log.forget()
-    table = log.state.slots
-    for slot in range(len(table)):
-        table[slot] = FREE | SAFE if slot < n_slots else 0
-    for segment, slot in chosen.items():
-        table[slot] = segment + 1
-    if recorded < head and not log.readonly:
-        # Known from a slot that may be cut off just now: what was let go of must not come back.
-        record = pack_head(head, log.header.store_id)
-        _files.write_at(log.fd, [record], HEAD_RECORD_AT)
-        _files.sync_data(log.fd)
-        recorded = head
-    words[SLOTS] = n_slots
-    words[HEAD] = head
-    words[ANNOUNCED] = recorded
-    words[LAST] = last
-    words[TAIL] = 0
-    words[CHECKPOINT] = headers[chosen[last]].checkpoint
-    if words[CHECKPOINT] >> log.bits < words[HEAD]:
-        words[CHECKPOINT] = 0
-    if not log.readonly:
-        _complete_last_slot(log, n_slots)
-        for slot in headers.keys() - chosen.values():
-            if headers[slot].segment >= head:
-                # Another one's double, which must not be taken for it the next time.
-                _erase_header(log, slot)
-
-
-def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:
-    """The header of each slot that has one.  Thousands at each opening, so without detours."""
-    headers = {}
-    fd, store_id, segment_bytes = log.fd, log.header.store_id, log.segment_bytes
-    read_at = _files.read_at
-    for slot in range(n_slots):
-        data = read_at(fd, SLOT_BYTES, HEADER_BYTES + slot * segment_bytes)
-        header = unpack_slot(data, store_id, segment_bytes) or log.read_slot(slot)
-        if header is not None:
-            headers[slot] = header
-    return headers
-
-
-def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[bool, int, bool, int]:
-    """Which of two slots with the same segment is the real one: the greater."""
-    header = headers[slot]
-    linked = any(
-        other.segment == header.segment - 1 and other.salt == header.prev_salt
-        for other in headers.values()
-    )
-    begin = (header.segment << log.bits) + SLOT_BYTES
-    data = _files.read_at(
-        log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
-    )
-    crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
-    part = data[4 : PART_BYTES + length]
-    begins = length > 0 and part_checksum(part, header.salt, begin) == crc
-    return begins, header.epoch, linked, header.created_us
-
-
-def _erase_header(log: Segments, slot: int) -> None:
-    position = log.slot_position(slot)
-    _files.zero_fill(log.fd, position, SLOT_BYTES)
-    _files.zero_fill(log.fd, position + log.segment_bytes - SLOT_BYTES, SLOT_BYTES)
-
-
-def _complete_last_slot(log: Segments, n_slots: int) -> None:
-    """Give the last slot its full size again, if the file was cut."""
-    size = _files.size(log.fd)
-    missing = log.slot_position(n_slots) - size
-    if missing <= 0:
-        return
-    try:
-        _files.zero_fill(log.fd, size, missing)
-    except DiskFullError:
-        if log.state.slots[n_slots - 1] & FREE:
-            log.state.slots[n_slots - 1] = 0
-            log.state.words[SLOTS] = n_slots - 1
 
 
 def _find_end(
@@ -528,7 +371,7 @@ def _cut(log: Segments, cut: int) -> None:
     shift, _ = log.place(segment)  # first: where there is none nothing is to be touched
     for n in reversed([n for n in log.segments() if n > segment]):
         # From the last one down, so that what is left is always a log without a gap.
-        _erase_header(log, log.slot_of(n))
+        erase_header(log, log.slot_of(n))
         _files.sync_data(log.fd)
         log.state.slots[log.slot_of(n)] = FREE | SAFE
     words[LAST] = segment

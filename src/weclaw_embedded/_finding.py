@@ -1,0 +1,205 @@
+"""Finding the segments of a file by what its slots say of themselves, and mending what they say.
+
+Role: after a crash nothing is known of a file but its bytes. Here the slot table, HEAD and LAST are
+filled from them; copies of headers that are damaged are written anew from the others; and of what
+is free it is said what may be used at once.
+
+It must not know what frames are, but for the first part by which two doubles are told apart.
+"""
+
+from __future__ import annotations
+
+from . import _files
+from ._format import (
+    HEAD_RECORD_AT,
+    HEADER_BYTES,
+    HEADER_COPY_BYTES,
+    PART,
+    PART_BYTES,
+    SLOT_BYTES,
+    SlotHeader,
+    pack_head,
+    pack_header,
+    pack_slot,
+    part_checksum,
+    unpack_head,
+    unpack_slot,
+)
+from ._segments import (
+    ANNOUNCED,
+    CHECKPOINT,
+    FREE,
+    HEAD,
+    LAST,
+    PUNCHED,
+    SAFE,
+    SLOTS,
+    TAIL,
+    ZEROED,
+    Segments,
+)
+from .errors import CorruptError, DiskFullError
+
+__all__ = [
+    "HEADER_HEALED",
+    "count_slots",
+    "erase_header",
+    "find_segments",
+    "find_spares",
+    "restore_copies",
+]
+
+HEADER_HEALED = "a copy of the header block was damaged; it was written anew from the other"
+
+
+def count_slots(log: Segments) -> int:
+    """How many slots the file has, the last one perhaps in part."""
+    return max(0, -(-(_files.size(log.fd) - HEADER_BYTES) // log.segment_bytes))
+
+
+def find_segments(log: Segments) -> None:
+    """Fill the slot table, HEAD and LAST from the slot headers and the head record."""
+    words = log.state.words
+    n_slots = count_slots(log)
+    headers = _slot_headers(log, n_slots)
+    recorded = unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
+    last = max((header.segment for header in headers.values()), default=-1)
+    head = max([recorded, *(header.head for header in headers.values())])
+    if head > last:
+        # What is there, if anything, was let go of long ago: to believe it would bring back what
+        # was settled.
+        raise CorruptError(
+            head << log.bits,
+            "no segment can be found",
+            "no segment that is still needed can be found in the file: their slots are damaged or "
+            "were cut off; nothing was touched; restore from a backup or promote the replica",
+        )
+    chosen: dict[int, int] = {}
+    for slot, header in headers.items():
+        other = chosen.get(header.segment)
+        if header.segment >= head and (
+            other is None or _rank(log, headers, slot) > _rank(log, headers, other)
+        ):
+            chosen[header.segment] = slot
+    log.state.grow_slots(n_slots)
+    log.forget()
+    table = log.state.slots
+    for slot in range(len(table)):
+        table[slot] = FREE | SAFE if slot < n_slots else 0
+    for segment, slot in chosen.items():
+        table[slot] = segment + 1
+    if recorded < head and not log.readonly:
+        # Known from a slot that may be cut off just now: what was let go of must not come back.
+        record = pack_head(head, log.header.store_id)
+        _files.write_at(log.fd, [record], HEAD_RECORD_AT)
+        _files.sync_data(log.fd)
+        recorded = head
+    words[SLOTS] = n_slots
+    words[HEAD] = head
+    words[ANNOUNCED] = recorded
+    words[LAST] = last
+    words[TAIL] = 0
+    words[CHECKPOINT] = headers[chosen[last]].checkpoint
+    if words[CHECKPOINT] >> log.bits < words[HEAD]:
+        words[CHECKPOINT] = 0
+    if not log.readonly:
+        _complete_last_slot(log, n_slots)
+        for slot in headers.keys() - chosen.values():
+            if headers[slot].segment >= head:
+                # Another one's double, which must not be taken for it the next time.
+                erase_header(log, slot)
+
+
+def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:
+    """The header of each slot that has one.  Thousands at each opening, so without detours."""
+    headers = {}
+    fd, store_id, segment_bytes = log.fd, log.header.store_id, log.segment_bytes
+    read_at = _files.read_at
+    for slot in range(n_slots):
+        data = read_at(fd, SLOT_BYTES, HEADER_BYTES + slot * segment_bytes)
+        header = unpack_slot(data, store_id, segment_bytes) or log.read_slot(slot)
+        if header is not None:
+            headers[slot] = header
+    return headers
+
+
+def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[bool, int, bool, int]:
+    """Which of two slots with the same segment is the real one: the greater."""
+    header = headers[slot]
+    linked = any(
+        other.segment == header.segment - 1 and other.salt == header.prev_salt
+        for other in headers.values()
+    )
+    begin = (header.segment << log.bits) + SLOT_BYTES
+    data = _files.read_at(
+        log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
+    )
+    crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
+    part = data[4 : PART_BYTES + length]
+    begins = length > 0 and part_checksum(part, header.salt, begin) == crc
+    return begins, header.epoch, linked, header.created_us
+
+
+def erase_header(log: Segments, slot: int) -> None:
+    """Make a slot one that is in no use, at both its ends."""
+    position = log.slot_position(slot)
+    _files.zero_fill(log.fd, position, SLOT_BYTES)
+    _files.zero_fill(log.fd, position + log.segment_bytes - SLOT_BYTES, SLOT_BYTES)
+
+
+def _complete_last_slot(log: Segments, n_slots: int) -> None:
+    """Give the last slot its full size again, if the file was cut."""
+    size = _files.size(log.fd)
+    missing = log.slot_position(n_slots) - size
+    if missing <= 0:
+        return
+    try:
+        _files.zero_fill(log.fd, size, missing)
+    except DiskFullError:
+        if log.state.slots[n_slots - 1] & FREE:
+            log.state.slots[n_slots - 1] = 0
+            log.state.words[SLOTS] = n_slots - 1
+
+
+def restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
+    """Write damaged copies of headers (of slots too, if wanted) anew, from the good ones."""
+    healed = []
+    block = _files.read_at(log.fd, HEADER_BYTES, 0)
+    packed = pack_header(log.header)
+    for at in (0, HEADER_BYTES // 2):
+        if block[at : at + HEADER_COPY_BYTES] != packed[at : at + HEADER_COPY_BYTES]:
+            _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
+            healed.append((0, HEADER_HEALED))
+    # The last one always: whoever began it may have been killed between its two headers.
+    for segment in log.segments() if slots else log.segments()[-1:]:
+        position = log.slot_position(log.slot_of(segment))
+        header = log.read_slot(log.slot_of(segment))
+        if header is None:
+            continue
+        copy = pack_slot(header, log.header.store_id)
+        for at in (position, position + log.segment_bytes - SLOT_BYTES):
+            if _files.read_at(log.fd, SLOT_BYTES, at) != copy:
+                _files.write_at(log.fd, [copy], at)
+                healed.append((segment << log.bits, "a copy of the slot header was damaged"))
+    return healed
+
+
+def find_spares(log: Segments, needs: int) -> None:
+    """Say of the free slots which are zeroed, and what the others wait for."""
+    # If the head record may only be in the cache, they wait for a sync, like any just freed.
+    n_zeroed = 0
+    for slot, entry in enumerate(log.table()):
+        if not entry & FREE or entry & ZEROED:
+            continue
+        position = log.slot_position(slot)
+        if _files.has_hole(log.fd, position, log.segment_bytes):
+            log.state.slots[slot] = FREE | SAFE | PUNCHED | needs  # it may have no space
+            continue
+        if n_zeroed < 2:
+            data = _files.read_at(log.fd, log.segment_bytes, position)
+            if not data.strip(b"\0"):
+                log.state.slots[slot] = FREE | SAFE | ZEROED
+                n_zeroed += 1
+                continue
+        log.state.slots[slot] = FREE | SAFE | needs
+    log.count_spares()
