@@ -33,7 +33,7 @@ from tests.replica_tools import (
 )
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _engine, _replication, _shared, replica
+from weclaw_embedded import _engine, _records, _replication, _shared, replica
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -186,6 +186,24 @@ def _put_or_not(q: Any, body: Any) -> bool:
     except weclaw.ReplicaUnavailableError:
         return False
     return True
+
+
+def test_a_put_that_there_is_no_room_to_take_back_is_not_made_twice(
+    open_queue: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in doubt and said to be so: a full disk would mean that nothing was written."""
+    q = _impatient(open_queue, copy)
+    pid = send_signal(copy, signal.SIGSTOP)
+
+    def pack_void(puts: list[int]) -> Any:
+        raise weclaw.DiskFullError("no room for that")
+
+    monkeypatch.setattr(_records, "pack_void", pack_void)
+    with pytest.raises(weclaw.ReplicaUnavailableError, match="in doubt"):
+        q.put("second")
+    os.kill(pid, signal.SIGCONT)
+    level(q)
+    assert [msg.body for msg in q.peek(5)] == ["first", "second"]
 
 
 def test_nothing_is_delivered_before_the_replica_has_it(

@@ -37,7 +37,7 @@ from ._shared import (
     VOIDS,
     WANTED,
 )
-from .errors import ClosedError, ReplicaUnavailableError
+from .errors import ClosedError, DiskFullError, ReplicaUnavailableError
 from .wal import HEAD, TAIL
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class ReplicatedSession(Session):
                 raise refused
         if puts is not None and not puts and engine.page.words[VOIDS] != self.voids:
             # What was there under the id may have been taken back while this call waited.
-            raise unavailable(engine, False)
+            raise unavailable(engine)
 
     def take_puts(self) -> list[int] | None:
         """Offsets of what this job put, to be taken back if need be; None for what is done
@@ -288,21 +288,25 @@ def take_back(engine: Engine, until: int, puts: Sequence[int]) -> ReplicaUnavail
             session.ready = session.settled = ALL
         return True
 
-    if not engine.execute(void):
-        return None
-    if puts:
-        engine.durable(engine.page.words[TAIL])
-    return unavailable(engine, bool(puts))
+    try:
+        if not engine.execute(void):
+            return None
+    except DiskFullError:
+        # Not as a full disk: whoever hears of one takes it that nothing was written, and repeats.
+        return unavailable(
+            engine, "there was no room to take the put back, so it is in doubt; keep its id"
+        )
+    if not puts:
+        return unavailable(engine)
+    engine.durable(engine.page.words[TAIL])
+    return unavailable(engine, "the put was taken back and is delivered to nobody")
 
 
-def unavailable(engine: Engine, taken_back: bool) -> ReplicaUnavailableError:
+def unavailable(
+    engine: Engine, what: str = "what was put before under this id is not confirmed yet"
+) -> ReplicaUnavailableError:
     replication: Replication | None = engine.replication
     reason = "" if replication is None else replication.reason
-    what = (
-        "the put was taken back and is delivered to nobody"
-        if taken_back
-        else "what was put before under this id is not confirmed yet"
-    )
     return ReplicaUnavailableError(
         f"the replica of {engine.path} did not confirm within {engine.replica_timeout} s{reason}; "
         f"{what}; put again later, or open the file with sync_replica=False"

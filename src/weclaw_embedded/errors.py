@@ -143,7 +143,9 @@ class MessageTooLargeError(SendFailedError):
 
 
 class ReplicaUnavailableError(SendFailedError):
-    """The replica didn't confirm in time; the put was taken back."""
+    """The replica didn't confirm in time; the put was taken back, or the message says that for want
+    of room on the disk it could not be.
+    """
 
 
 class StorageError(WeclawError):
