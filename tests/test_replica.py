@@ -33,7 +33,7 @@ from tests.replica_tools import (
 )
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _engine, _records, _replication, _shared, replica
+from weclaw_embedded import _engine, _records, _replicated, _replication, _shared, replica
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -283,6 +283,31 @@ def test_ctrl_c_at_the_beginning_of_a_round_leaves_it_to_the_others(
     put = threading.Thread(target=q.put, args=("second",))
     put.start()
     put.join(30)
+    assert bodies(copy) == ["first", "second"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_while_feeding_begins_leaves_nobody_who_does_not_feed(
+    open_queue: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The next put begins it again, and there is one receiver."""
+    q = open_queue(replica=copy)
+    q.put("first")
+    engine = q._store._engine
+    _replicated.stop(engine)
+    real = _replication.Replication.start
+
+    def start(self: Any) -> None:
+        if when == "after":
+            real(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_replication.Replication, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            _replicated.follow(engine)
+    q.put("second")
+    assert len(receivers(copy)) == 1
     assert bodies(copy) == ["first", "second"]
 
 

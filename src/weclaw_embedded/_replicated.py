@@ -244,7 +244,11 @@ def follow(engine: Engine) -> None:
         return
     replication = Replication(engine, address)
     if engine.take_part(replication):
-        replication.start()
+        try:
+            replication.start()
+        except BaseException:
+            stop(engine)  # else every put would wait for one that never feeds
+            raise
 
 
 def stop(engine: Engine) -> None:

@@ -119,10 +119,7 @@ class Replication:
 
     def start(self) -> None:
         self._engine.waker.add(self._waker_hook)
-        # Known only once it runs: Ctrl-C may come between any two of these lines.
-        thread = threading.Thread(target=self._run, name="weclaw-feeder", daemon=True)
-        thread.start()
-        self._thread = thread
+        threading.Thread(target=self._run, name="weclaw-feeder", daemon=True).start()
 
     # -- waiting ---------------------------------------------------------------------------------
 
@@ -240,6 +237,8 @@ class Replication:
 
     def _run(self) -> None:
         engine = self._engine
+        # Said here, so that Ctrl-C in `start` leaves no thread that nobody knows of.
+        self._thread = threading.current_thread()
         try:
             while not self._stopping and not _files.try_lock(engine.fd, FEEDER, True):
                 self._stop.wait(_TAKE_OVER_S)
