@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.processes import Child
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import aio
+from weclaw_embedded import aio, threads
 
 
 def run(coroutine):
@@ -332,3 +332,30 @@ def test_text_and_types(path):
     assert issubclass(aio.QueueEmpty, asyncio.QueueEmpty)
     assert issubclass(aio.QueueFull, asyncio.QueueFull)
     q.close()
+
+
+def test_a_stand_in_that_only_looks_refuses_to_put_and_to_get(path):
+    """`readonly=True` refuses every change with StorageError, and looking works."""
+    with weclaw.Queue(path) as real:
+        real.put("kept")
+
+    async def main():
+        q = aio.Queue(path=path, readonly=True)
+        for change in (q.put("x"), q.get()):
+            with pytest.raises(weclaw.StorageError, match="readonly=True"):
+                await change
+        for change in (lambda: q.put_nowait("x"), q.get_nowait):
+            with pytest.raises(weclaw.StorageError, match="readonly=True"):
+                change()
+        assert (q.qsize(), q.unfinished_tasks) == (1, 1)
+        q.close()
+
+    run(main())
+    q = threads.Queue(path=path, readonly=True)
+    for change in (lambda: q.put("x"), q.get, q.get_nowait):
+        with pytest.raises(weclaw.StorageError, match="readonly=True"):
+            change()
+    assert q.qsize() == 1
+    q.close()
+    with weclaw.Queue(path) as real:
+        assert real.get(block=False).body == "kept"

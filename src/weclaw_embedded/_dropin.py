@@ -120,6 +120,11 @@ class Core:
         return self.queue._engine
 
     @property
+    def writable(self) -> Engine:
+        """The engine, for a put or a get. Raises StorageError when the file is readonly."""
+        return self.queue._writable()
+
+    @property
     def limit(self) -> int:
         """How many may wait; 0: any number."""
         return limit_of(self.maxsize)
@@ -139,7 +144,7 @@ class Core:
 
     def encode(self, item: Any) -> Encoded:
         message = self.queue._encode(item)
-        _putting.check_size([message], self.engine.option("max_message_bytes"))
+        _putting.check_size([message], self.writable.option("max_message_bytes"))
         return message
 
     def put(

@@ -220,7 +220,7 @@ class Queue(_Generic[T]):
             call = TakeCall(asyncio.get_running_loop(), self, 1, None, None, self._nothing)
             self._getters.add(call)
             try:
-                [(lease, body)] = await io_of(core.engine).wait(call)
+                [(lease, body)] = await io_of(core.writable).wait(call)
             finally:
                 self._getters.discard(call)
         except BaseException:
@@ -233,7 +233,7 @@ class Queue(_Generic[T]):
     def get_nowait(self) -> T:
         """Take the next item if there is one. Raises `QueueEmpty`, `QueueShutDown`."""
         core = self._core
-        engine = core.engine
+        engine = core.writable
         while True:
             job = Job(self._look_now)
             engine.execute_many([job])

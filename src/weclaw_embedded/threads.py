@@ -161,7 +161,7 @@ class Queue(_Generic[T]):
         core = self._core
         until_s = deadline_of(bool(block), timeout if block else None)
         while True:
-            engine = core.engine
+            engine = core.writable
             over = until_s is not None and time.monotonic() >= until_s
             waiter = None if over else new_waiter(READY)
             taken: Taken = engine.execute(core.look, 1, None, waiter)
