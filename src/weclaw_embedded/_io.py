@@ -756,7 +756,9 @@ class Io:
                         logger.debug("%s: %s", self._engine.path, call.error)
                 continue
             try:
-                loop.call_soon_threadsafe(_wake_tasks, some)
+                # In the next round: the loop reads the pipe that it was woken by in this one, and
+                # would after the tasks have to fight whoever serves them for Python's lock.
+                loop.call_soon_threadsafe(loop.call_soon, _wake_tasks, some)
             except RuntimeError:  # the loop is closed
                 for call in some:
                     self._give_back(call)
