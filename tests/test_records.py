@@ -179,6 +179,32 @@ def test_a_meta_of_any_length_comes_back(size: int) -> None:
     assert put == rec.Put(1, 2, 3, {rec.META_KEY: "k" * size}, b"body")
 
 
+@given(
+    puts | st.binary(max_size=20).map(lambda data: b"\1" + data) | st.binary(),
+    st.integers(0, 60),
+)
+def test_a_put_that_is_not_taken_apart_is_checked_all_the_same(record: bytes, size: int) -> None:
+    """What is whole, and its meta, is said as by taking it apart; so are its parts."""
+    for data in (record, record[:size], memoryview(record)):
+        try:
+            put = rec.unpack_put(data)
+        except ValueError:
+            with pytest.raises(ValueError, match=r"PUT|msgpack"):
+                rec.meta_of_put(data)
+            continue
+        assert rec.meta_of_put(data) == put.meta
+        assert rec.kind_of_put(data) == (put.priority, put.codec)
+        assert rec.split_put(data)[1] == put.body
+
+
+@given(st.lists(st.builds(rec.Ack, u32, u64, u64, st.binary(max_size=9)), max_size=5))
+def test_acks_packed_together_are_those_packed_one_by_one(acks: list[rec.Ack]) -> None:
+    """With a result and without."""
+    assert rec.pack_acks([(ack, bytes(ack.result)) for ack in acks]) == [
+        rec.pack_ack(*ack) for ack in acks
+    ]
+
+
 @given(said | puts.map(lambda put: (None, (put,))), st.data())
 def test_a_record_cut_short_is_refused(
     pair: tuple[rec.AnyRecord | None, rec.Record], data: st.DataObject

@@ -197,6 +197,9 @@ class Log(Reading):
     def salt(self, offset: int) -> int:
         """The salt of the segment that `offset` is in, which may only be pending."""
         segment = offset >> self.bits
+        known = self._places.get(segment)
+        if known is not None and segment >= self.state.words[HEAD]:
+            return known[1]
         for number, _, header in self._begun:
             if number == segment:
                 return header.salt

@@ -10,6 +10,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _engine
 
 
 def put_three_and_lease_one(pipe, path, close):
@@ -308,3 +309,37 @@ def test_case_12_held_until_the_process_dies(path, open_queue):
         assert time.monotonic() - killed_at < 5.0
     assert (msg.id, msg.delivery_count, msg.retry_count, msg.crash_count) == (task, 2, 0, 1)
     msg.ack()
+
+
+def judge(pipe, path):
+    """Look through the leases whenever asked."""
+    q = weclaw.Queue(path, retry=weclaw.RetryPolicy(max_retries=1000, backoff=0.0))
+    pipe.send("open")
+    while pipe.recv() == "judge":
+        pipe.send(q.stats().leased)
+
+
+def test_what_ran_out_and_was_judged_by_others_is_not_remembered_for_ever(
+    path, open_queue, monkeypatch
+):
+    """Nobody tells whose lease it was; the last lease of a message is handed back all the same."""
+    monkeypatch.setattr(_engine, "_FEW_HELD", 4)
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=1000, backoff=0.0))
+    q.put("x")
+    with Child(judge, path) as child:
+        child.hear()
+        for _ in range(20):
+            q.get(visibility_timeout=0.05)
+            time.sleep(0.06)
+            child.say("judge")
+            assert child.hear() == 0
+        assert len(q._store._engine.held) <= 9
+        msg = q.get()
+        assert (msg.retry_count, msg.delivery_count) == (20, 21)
+        q.close()
+        child.say("end")
+        child.end()
+    with pytest.raises(weclaw.LeaseLostError):
+        msg.ack()
+    again = open_queue().get(timeout=1.0)
+    assert (again.retry_count, again.delivery_count) == (20, 22)

@@ -150,6 +150,36 @@ def test_case_24_fork_while_a_thread_waits(path, open_queue):
     assert drain(q) == ["from the child", "after"]
 
 
+def end_a_transaction_in_a_child(pipe, path):
+    """The child ends what the parent began, and then the parent does."""
+    q = weclaw.Queue(path)
+    id = q.put("x")
+    with q.transaction() as tx:
+        tx.ack(q.get(), result="done")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                tx.__exit__(None, None, None)
+                pipe.send("acked")
+            except weclaw.LeaseLostError as error:
+                pipe.send(str(error))
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        pipe.send(q.status(id))
+    pipe.send(q.result(id))
+    q.close()
+
+
+def test_a_transaction_that_was_begun_before_a_fork_is_the_parents(path):
+    """A child that ends it acks nothing: the leases are the parent's, who ends it as if alone."""
+    with Child(end_a_transaction_in_a_child, path, env={"PYTHONWARNINGS": "ignore"}) as child:
+        assert "held by the parent" in child.hear()
+        assert child.hear() == "leased"
+        assert child.hear() == "done"
+        child.end()
+
+
 def fork_many(pipe, path):
     q = weclaw.Queue(path)
     q.put("first")
