@@ -15,14 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _clock, _codecs, _delivery, _records, _settling, _values
-from ._records import (
-    META_CODEC,
-    META_HEADERS,
-    META_ID,
-    META_KEY,
-    META_SKEW_US,
-    NEVER,
-)
+from ._records import META_CODEC, META_HEADERS, META_ID, META_KEY, META_SKEW_US, NEVER
 from ._session import BATCH
 from .errors import ClosedError, DiskFullError, LeaseLostError
 
