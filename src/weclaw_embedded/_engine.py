@@ -194,6 +194,8 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._others: list[int] = []  # slots of the owners seen then, but for our own
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
+        self._upkept_at = -1  # the last segment at the last upkeep that was due
+        self._upkeepers: set[int] = set()  # threads that are at it
         self._room_lock = threading.Lock()
         self._room_maker = 0  # the thread that has it
         # From this offset on it is looked whether there is space enough.
@@ -686,14 +688,26 @@ class Engine(Folding, Together, Durability, FileOptions):
     def _upkeep(self, *, busy: bool = False) -> None:
         from ._reclaim import maintain
 
+        me = threading.get_ident()
+        if me in self._upkeepers:
+            return  # in a turn of the upkeep itself, which goes on: not one inside the other
+        last = self.page.words[LAST]
+        calm = not busy and last == self._upkept_at
         if not busy:
             self._upkeep_due = False
+            self._upkept_at = last
         # What it could not do now is done by the next call; a failure is in the shared page.
         with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
-            wait_s = None if self.closed else maintain(self, busy=busy)
+            self._upkeepers.add(me)
+            try:
+                wait_s = None if self.closed else maintain(self, busy=busy, calm=calm)
+            finally:
+                self._upkeepers.discard(me)
             if wait_s is not None and not self._upkeep_due:
                 self._upkeep_due = True
                 self.timer.call_at(time.monotonic() + wait_s, self._upkeep)
+        if not (busy or calm or self.closed):
+            self._upkeep_soon()  # to give back what is kept while segments begin
 
     # -- the end ---------------------------------------------------------------------------------
 

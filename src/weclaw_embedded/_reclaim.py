@@ -271,8 +271,9 @@ def _carry(
     )
 
 
-def maintain(engine: Engine, *, busy: bool = False) -> float | None:
-    """Free what can be freed, give space back, and have the index follow, a bounded amount.
+def maintain(engine: Engine, *, busy: bool = False, calm: bool = True) -> float | None:
+    """Free what can be freed, give space back, and have the index follow, a bounded amount. Unless
+    it is `calm` a slot more is kept: what is given back now is wanted again at the next segment.
     Returns the seconds after which another call is worth it; None when that is no matter of time.
     """
     wait_s: float | None = 0.0
@@ -282,7 +283,7 @@ def maintain(engine: Engine, *, busy: bool = False) -> float | None:
         freed += wait_s == 0.0
     if freed:
         _make_reusable(engine)
-    keep = 2 if busy else 1
+    keep = 1 if calm else 2
     if engine.turn(_trim, keep):
         _make_reusable(engine)
         engine.turn(_trim, keep)

@@ -217,14 +217,22 @@ def test_case_20_one_message_does_not_pin_its_neighbours(path, open_queue, hours
 
 @pytest.mark.slow
 def test_soak_of_two_million_through_a_shallow_queue(path, open_queue):
-    """2 million messages through a depth of 1 000: no more disk than after the first 100 000."""
+    """2 million messages through a depth of 1 000: no more disk than for the first 100 000, but for
+    the one segment that may have begun just now.
+    """
     q = open_queue(retention=0, flush="os")
     q.put_many([os.urandom(100) for _ in range(500)])
-    churn(q, 200, 500, 100)
-    early = disk_bytes(path) + sum(disk_bytes(x) for x in scratch(path).rglob("*") if x.is_file())
-    churn(q, 3800, 500, 100)
-    late = disk_bytes(path) + sum(disk_bytes(x) for x in scratch(path).rglob("*") if x.is_file())
-    assert late <= early * 1.05
+
+    def most_bytes(rounds):
+        most = 0
+        for _ in range(rounds // 10):
+            churn(q, 10, 500, 100)
+            index = sum(disk_bytes(x) for x in scratch(path).rglob("*") if x.is_file())
+            most = max(most, disk_bytes(path) + index)
+        return most
+
+    early = most_bytes(200)
+    assert most_bytes(3800) <= early + MIB
 
 
 def test_case_32_replay_from_what_is_gone(path, open_queue):
