@@ -71,6 +71,7 @@ MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
 _LOOK_FOR_ROOM_S: Final = 0.5  # room also comes of itself, when a message runs out
+_GATHER_S: Final = 0.0005  # how long those wait who came before many that were just answered
 _ROUND_S: Final = 0.002  # how long it is waited for the end of a loop's round
 _SMALL_POOL: Final = 8
 
@@ -129,6 +130,7 @@ class Io:
         self._late: list[tuple[float, int, Call]] = []
         self._count = 0
         self._next_tick_s = 0.0
+        self._answered = 0  # after the last sync
         self._moved = poll_of(engine._watch_fd)
         self._seen_tail = -1  # how far the log was when it was looked for messages
 
@@ -327,6 +329,7 @@ class Io:
                 for call in calls:
                     call.error = failed
             self._answer(calls)
+            self._answered = len(calls)
             for call in again:
                 self.submit(call)
 
@@ -356,8 +359,17 @@ class Io:
 
     def _sleep(self) -> None:
         self._asleep = True
+        answered, self._answered = self._answered, 0
         due = self._sync_soon and not self._syncing
-        if self._inbox or self._look_ready or self._look_settled or self._closed or due:
+        if self._look_ready or self._look_settled or self._closed or due:
+            self._asleep = False
+            return
+        if self._inbox:
+            few = tuple(self._inbox) if len(self._inbox) < answered // 2 else ()
+            if few and not any(call.hurries for call in few):
+                # Those who were just answered are about to ask again. Whoever went before them
+                # would have a sync for himself, and so would they, each time from then on.
+                self._bell.acquire(timeout=_GATHER_S)
             self._asleep = False
             return
         wait_s = -1.0
