@@ -195,6 +195,7 @@ def test_a_put_that_is_not_taken_apart_is_checked_all_the_same(record: bytes, si
         assert rec.meta_of_put(data) == put.meta
         assert rec.kind_of_put(data) == (put.priority, put.codec)
         assert rec.split_put(data)[1] == put.body
+        assert rec.body_of_put(data) == (put.codec, put.body)
 
 
 @given(st.lists(st.builds(rec.Ack, u32, u64, u64, st.binary(max_size=9)), max_size=5))

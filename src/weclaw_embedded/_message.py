@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND: Final = timedelta(microseconds=1)
+_UNREAD: Final = object()  # in the place of a body that nobody has asked for
 _FIRST_US: Final = (datetime.min.replace(tzinfo=timezone.utc) - _EPOCH) // _MICROSECOND
 _LAST_US: Final = (datetime.max.replace(tzinfo=timezone.utc) - _EPOCH) // _MICROSECOND
 
@@ -68,6 +69,7 @@ class Told:
         self._time_us = time_us
         self._offset = offset
         self._salt = salt
+        self._body: Any = _UNREAD
 
     @property
     def id(self) -> str:
@@ -100,16 +102,9 @@ class Told:
 
     def _decoded(self, codec: _codecs.AnyCodec) -> Any:
         """The body, decoded once. Raises SerializationError."""
-        try:
-            return self._body
-        except AttributeError:
-            pass
-        self._body: Any = _codecs.decode(
-            _records.kind_of_put(self._record)[1],
-            self._meta.get(META_CODEC),
-            _records.split_put(self._record)[1],
-            codec=codec,
-        )
+        if self._body is _UNREAD:
+            number, data = _records.body_of_put(self._record)
+            self._body = _codecs.decode(number, self._meta.get(META_CODEC), data, codec=codec)
         return self._body
 
 
@@ -143,6 +138,7 @@ class Message(Told):
         self._time_us = time_us
         self._offset = lease.offset
         self._salt = lease.salt
+        self._body = _UNREAD
         self._queue = queue
         self._lease: Lease | None = lease
 

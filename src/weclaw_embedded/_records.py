@@ -342,7 +342,7 @@ def unpack_put(record: Readable) -> Put:
 
 def meta_of_put(record: Readable) -> dict[int, Any]:
     """Return the meta of a PUT, not to be changed. Raises ValueError as `unpack_put` does: what
-    this takes can be given to `split_put` and `kind_of_put`.
+    this takes can be given to `split_put`, `kind_of_put` and `body_of_put`.
     """
     if record[:_PLAIN_BYTES] in _PLAIN_PUTS and len(record) >= PUT_HEAD.size:
         return _NO_META
@@ -352,6 +352,13 @@ def meta_of_put(record: Readable) -> dict[int, Any]:
 def kind_of_put(record: Readable) -> tuple[int, int]:
     """Return the priority and the codec of a PUT."""
     return record[1] >> 4, record[1] & 15
+
+
+def body_of_put(record: Readable) -> tuple[int, Readable]:
+    """Return the codec and the body of a PUT."""
+    if record[:_PLAIN_BYTES] in _PLAIN_PUTS:
+        return record[1] & 15, record[PUT_HEAD.size :]
+    return record[1] & 15, split_put(record)[1]
 
 
 def split_put(record: Readable) -> tuple[Readable, Readable]:
