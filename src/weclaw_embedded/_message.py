@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND: Final = timedelta(microseconds=1)
-_UNREAD: Final = object()  # in the place of a body that nobody has asked for
 _FIRST_US: Final = (datetime.min.replace(tzinfo=timezone.utc) - _EPOCH) // _MICROSECOND
 _LAST_US: Final = (datetime.max.replace(tzinfo=timezone.utc) - _EPOCH) // _MICROSECOND
 
@@ -54,6 +53,10 @@ def clip(reason: str | None, default: str) -> str:
     return raw[: _delivery.MAX_REASON_BYTES].decode("utf-8", "ignore")
 
 
+class _Unread:
+    """In the place of a body that nobody has asked for. (A class stays itself when pickled.)"""
+
+
 class Told:
     """What a message and a dead letter both tell: what was put, which never changes.
 
@@ -69,7 +72,7 @@ class Told:
         self._time_us = time_us
         self._offset = offset
         self._salt = salt
-        self._body: Any = _UNREAD
+        self._body: Any = _Unread
 
     @property
     def id(self) -> str:
@@ -102,7 +105,7 @@ class Told:
 
     def _decoded(self, codec: _codecs.AnyCodec) -> Any:
         """The body, decoded once. Raises SerializationError."""
-        if self._body is _UNREAD:
+        if self._body is _Unread:
             number, data = _records.body_of_put(self._record)
             self._body = _codecs.decode(number, self._meta.get(META_CODEC), data, codec=codec)
         return self._body
@@ -138,7 +141,7 @@ class Message(Told):
         self._time_us = time_us
         self._offset = lease.offset
         self._salt = lease.salt
-        self._body = _UNREAD
+        self._body = _Unread
         self._queue = queue
         self._lease: Lease | None = lease
 
