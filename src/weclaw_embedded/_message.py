@@ -54,7 +54,7 @@ def clip(reason: str | None, default: str) -> str:
 
 
 class _Unread:
-    """In the place of a body that nobody has asked for. (A class stays itself when pickled.)"""
+    """In the place of a body that nobody has asked for; a class stays itself when pickled."""
 
 
 class Told:
