@@ -112,8 +112,7 @@ class Core:
         # The queues that this one stands in for need no closing, so neither does it.
         if not getattr(self, "closed", True):
             self.closed = True
-            self.queue._closed = True
-            self.store._drop()
+            self.queue._drop()
 
     @property
     def engine(self) -> Engine:

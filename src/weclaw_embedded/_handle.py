@@ -9,7 +9,9 @@ It must not know what is put, taken or asked.
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -71,6 +73,23 @@ class _Untold:
     def close(self) -> None:
         self._tell_all()
         self._timer.close()
+
+    def close_then(self, function: Callable[[], None]) -> None:
+        """Have `function` called once all are told of, by the same thread; waits for nothing."""
+        self._timer.call_at(0.0, functools.partial(self._end, function))
+
+    def _end(self, function: Callable[[], None]) -> None:
+        try:
+            self.close()
+        finally:
+            function()
+
+    def __del__(self) -> None:
+        # Of a queue that was dropped: its thread goes, too. (Not waited for: the garbage collector
+        # may run in the middle of anything.) The lock of what a fork, or the interpreter's end, has
+        # cut off may be held for ever.
+        if not (self.engine.forked or sys.is_finalizing()):
+            self._timer.stop()
 
 
 class Handle:
@@ -142,6 +161,20 @@ class Handle:
         untold = self._untold
         if untold is not None and not untold.engine.forked:
             untold.close()
+
+    def _drop(self) -> None:
+        """Close what was dropped open, once `on_dead` was called for what was remembered. Waits for
+        nothing: see `Store._drop`.
+        """
+        untold = self._untold
+        if untold is None or untold.engine.forked or sys.is_finalizing():
+            self._drop_now()
+        else:
+            untold.close_then(self._drop_now)
+
+    def _drop_now(self) -> None:
+        self._closed = True
+        self._store._drop()
 
     def _find(self, session: Session, id: str) -> int | None:
         topic = session.tx.topic(self.topic)

@@ -353,12 +353,19 @@ class Timer:
             except Exception:
                 # Of one of many who count on this thread: the others are called all the same.
                 logger.exception("%s: what was due has failed", self._name)
+            # While this thread sleeps it keeps nobody alive who was dropped.
+            del function
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Call nothing any more; the thread ends by itself."""
         with self._condition:
             self._closed = True
             self._heap.clear()
             self._condition.notify()
-            thread = self._thread
+
+    def close(self) -> None:
+        """`stop`, and wait until the thread has ended."""
+        self.stop()
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()

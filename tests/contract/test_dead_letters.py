@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import gc
 import json
+import os
 import threading
 import time
 
@@ -291,6 +294,62 @@ def test_on_dead_for_what_made_room(path, open_queue, put):
     time.sleep(0.02)
     put(path, {"on_dead": called.append})
     eventually(lambda: [x.body for x in called] == ["late"])
+
+
+def descriptors_of(path):
+    """How many descriptors of this process are open files of this queue."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{fd}").startswith(str(path))
+    return found
+
+
+def threads_for_on_dead():
+    return [thread for thread in threading.enumerate() if thread.name == "weclaw-on-dead"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="sees descriptors by /proc")
+def test_a_drop_in_that_is_dropped_tells_of_all_its_letters_first(path, open_queue):
+    """`on_dead` is called for each, however late; then the file is closed."""
+    called = []
+    dropped = threading.Event()
+
+    def on_dead(letter):
+        assert dropped.wait(10)
+        called.append(letter.body)
+
+    with weclaw.Queue(path, start="earliest") as q:
+        q.put_many([weclaw.Put(n, ttl=0.01) for n in range(3)])
+    time.sleep(0.02)
+    stand_in = threads.Queue(path=path, on_dead=on_dead)
+    assert stand_in.qsize() == 0
+    del stand_in
+    gc.collect()
+    dropped.set()
+    eventually(lambda: called == [0, 1, 2])
+    eventually(lambda: not descriptors_of(path) and not threads_for_on_dead())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="sees descriptors by /proc")
+def test_a_queue_that_told_of_a_letter_is_closed_when_it_is_dropped(path):
+    """The thread that called `on_dead` does not keep it alive, and goes with it."""
+    called = []
+    q = weclaw.Queue(path, on_dead=called.append, start="earliest")
+    q.put("late", ttl=0.01)
+    time.sleep(0.02)
+    assert q.qsize() == 0
+    eventually(lambda: called)
+    del q
+    called.clear()
+
+    def is_dropped():
+        gc.collect()  # the thread may have it a moment longer
+        return not threads_for_on_dead()
+
+    with pytest.warns(ResourceWarning, match="unclosed"):
+        eventually(is_dropped)
+    eventually(lambda: not descriptors_of(path))
 
 
 def test_on_dead_for_what_made_too_little_room(path, open_queue):
