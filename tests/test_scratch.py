@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _scratch
-from weclaw_embedded._index import FILE_NAME
+from weclaw_embedded._index import FILE_NAME, Index
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 16384, 65536])
@@ -35,3 +36,37 @@ def test_an_index_is_known_by_both_its_first_pages(path: Path, page_bytes: int) 
     made[page_bytes + 16] ^= 1
     file.write_bytes(made)
     assert not _scratch._looks_like_lmdb(str(file), len(made))
+
+
+def test_an_index_that_was_only_read_is_not_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is when something was committed to it, and when nobody knows whether it ever was."""
+    synced: list[bool] = []
+    close = Index.close
+
+    def note(index: Index, *, sync: bool = False) -> None:
+        synced.append(sync)
+        close(index, sync=sync)
+
+    path = tmp_path / "q.wq"
+    with weclaw.Queue(path) as q:
+        q.put("x")
+    monkeypatch.setattr(Index, "close", note)
+
+    def look() -> bool:
+        with weclaw.Queue(path) as q:
+            assert q.qsize()
+        return synced.pop()
+
+    assert not look()
+    with weclaw.Queue(path) as q:
+        q.put("y")
+    assert synced.pop()
+    assert not look()
+    (tmp_path / "q.wq.d" / "index" / "clean").unlink()
+    assert look()
+    assert not look()
+    shutil.rmtree(tmp_path / "q.wq.d")
+    assert look()
+    assert not look()

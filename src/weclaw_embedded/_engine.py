@@ -49,6 +49,7 @@ from ._shared import (
     FAILED,
     FENCED_BY,
     INDEX_SEQ,
+    INDEX_SYNCED,
     IS_COPY,
     IS_FENCED,
     LEASES_SEQ,
@@ -789,7 +790,9 @@ class Engine(Folding, Together, Durability, FileOptions):
                 clean = self._vouch()
             if self.replication is not None:
                 self.replication.finish(last)
-            self.index.close(sync=clean)
+            # As it was found is as it was synced, if nobody has committed anything since.
+            changed = words[INDEX_SEQ] or not words[INDEX_SYNCED]
+            self.index.close(sync=clean and bool(changed))
             if clean:
                 with contextlib.suppress(OSError, DiskFullError):
                     write_clean_mark(os.path.join(self.directory, INDEX_NAME))

@@ -40,13 +40,16 @@ from ._scratch import (
     believable_index,
     make_directory,
     new_index,
+    read_clean_mark,
     remove_pipes,
     scratch_of,
 )
 from ._shared import (
+    CLEAN_AT,
     DEAD_SEQ,
     FAILED,
     FIRST_SYNC,
+    INDEX_SYNCED,
     MAX_OWNERS,
     SYNC_HIGH,
     SharedPage,
@@ -337,7 +340,12 @@ def _open_first(
             if complete is not None and role[0] == PRIMARY
             else None
         )
+        marked = read_clean_mark(os.path.join(directory, INDEX_NAME)) is not None
         index, recovery, rebuild = _recover(directory, log, commit, near, same_boot, failed, more)
+        # Who only looks has nothing to write or to sync at its end.
+        page.words[INDEX_SYNCED] = marked and not rebuild
+        if recovery.ends_vouched:
+            page.words[CLEAN_AT] = page.words[TAIL]
         for name in os.listdir(os.path.join(directory, INDEX_NAME)):
             _files.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.

@@ -92,6 +92,11 @@ class Recovery:
     whole: bool = True  # all that is kept was looked at, not only the end
     last_time_us: int = 0
 
+    @property
+    def ends_vouched(self) -> bool:
+        """Whether it goes on right after a frame that vouches, so that another says no more."""
+        return self.is_vouched and self.cut is None and not self.is_end_damaged
+
 
 def recover(
     log: Segments,

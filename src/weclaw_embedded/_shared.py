@@ -64,6 +64,7 @@ NEXT_WOKEN = 48  # the slot at which the search for somebody to wake begins
 LEASES_SEQ = 49  # changes whenever leases of living processes were taken away
 INDEX_SEQ = 50  # changes before each commit of the index
 OWNERS_SEQ = 51  # changes whenever a slot gets or loses its owner
+INDEX_SYNCED = 52  # 1 when the index was on stable storage as it was found; commits come after it
 WORDS_BYTES: Final = 4096
 # What must outlive a page that is being made anew by one who dies over it: a magic, store id, boot
 # id, and the words of `replica_words`.

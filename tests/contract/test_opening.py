@@ -34,6 +34,21 @@ def test_a_new_queue_is_one_small_private_file(path, open_queue):
     assert disk_bytes(path) + sum(disk_bytes(x) for x in beside) < 4_000_000
 
 
+def test_who_only_looks_writes_nothing_to_the_file(path):
+    """Opening, asking and closing leave the file as it was, byte for byte, however often."""
+    with weclaw.Queue(path) as q:
+        q.put("x")
+    content = path.read_bytes()
+    for _ in range(3):
+        with weclaw.Queue(path) as q:
+            assert q.qsize() == 1
+            assert q.peek(1)[0].body == "x"
+    assert path.read_bytes() == content
+    with weclaw.Queue(path) as q:
+        assert take(q)[0].body == "x"
+    assert path.read_bytes() != content
+
+
 def test_what_lies_beside_takes_the_files_mode_and_owner(path, open_queue):
     """What is made beside a file takes its mode and owner."""
     open_queue().close()
