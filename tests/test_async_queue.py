@@ -587,3 +587,65 @@ def test_on_dead_is_called_off_the_loop(path):
             assert seen == [(id, False)]
 
     run(main())
+
+
+def test_a_call_that_no_task_waits_for_leaves_its_group_the_answers(path):
+    """A coroutine that was run by hand and closed takes nothing from those that wait beside it."""
+    failures = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: failures.append(context))
+        async with weclaw.AsyncQueue(path) as q:
+            for i in range(20):
+                by_hand = [q.put("by hand") for _ in range(3)]
+                tasks = [loop.create_task(q.put(i)) for _ in range(2)]
+                for coroutine in by_hand:
+                    coroutine.send(None)
+                tasks += [loop.create_task(q.put(i)) for _ in range(2)]
+                await asyncio.sleep(0)
+                for coroutine in by_hand:
+                    coroutine.close()
+                await asyncio.wait_for(asyncio.gather(*tasks), 20)
+
+    asyncio.run(main())
+    assert failures == []
+
+
+def test_a_coroutine_run_by_hand_has_no_success_before_the_answer(path):
+    """Who runs a put by hand is not told that it is done before it is, and gets its id then."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            early = q.put("early")
+            early.send(None)
+            with pytest.raises(RuntimeError, match="run on before"):
+                early.send(None)
+            late = q.put("late")
+            call = late.send(None)
+            done = asyncio.get_running_loop().create_future()
+            call.add_done_callback(done.set_result)
+            assert await asyncio.wait_for(done, 20) is call
+            with pytest.raises(StopIteration) as end:
+                late.send(None)
+            assert await q.status(end.value.value) == "ready"
+
+    asyncio.run(main())
+
+
+def test_an_async_with_whose_lease_was_lost_says_so(path):
+    """A block that ends well after its group was dropped has acked nothing, and is told."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            await q.put("x")
+            with pytest.raises(weclaw.LeaseLostError):
+                async with await q.get():
+                    await asyncio.to_thread(_drop_default_group, path)
+
+    asyncio.run(main())
+
+
+def _drop_default_group(path):
+    with weclaw.open(path) as store:
+        store.drop_group("default")

@@ -101,7 +101,7 @@ class AsyncMessage(Message):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._stop_renewal().over:
+        if self._is_settled():
             return
         if error is None:
             await self.ack()

@@ -83,6 +83,7 @@ class Lease:
 
     # Of most messages no more is to be said: one is made for each delivery.
     over = False
+    lost = False  # it is over, and nobody here has ended it
     retry = crash = 0
     delivery = 1
     unblocks = False  # when it ends, another may go: the next of its key, or the next suspect
@@ -296,7 +297,7 @@ def set_aside(session: Session, offset: int, reason: str) -> None:
     """A message whose bytes are damaged: out of every group, told of in `verify` and `stats`."""
     session.append([_records.pack_damaged([(offset, clipped(reason))])])
     engine = session.engine
-    engine.let_go([lease for lease in engine.held if lease.offset == offset])
+    engine.lose([lease for lease in engine.held if lease.offset == offset])
     session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
     session.settled = ALL
 

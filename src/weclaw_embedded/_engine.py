@@ -522,10 +522,16 @@ class Engine(Folding, Together, Durability, FileOptions):
         if self.suspects:
             self.suspects.difference_update(leases)
 
+    def lose(self, leases: Sequence[Any]) -> None:
+        """Note that it has these no more, though none of its holders ended them."""
+        for lease in leases:
+            lease.lost = True
+        self.let_go(leases)
+
     def forget_taken(self, session: Session) -> None:
         """Let go of what was taken away by another process: its group was dropped, say."""
         tx = session.tx
-        self.let_go(
+        self.lose(
             [
                 lease
                 for lease in self.held

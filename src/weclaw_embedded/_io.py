@@ -821,7 +821,9 @@ def _wake_tasks(calls: Sequence[Call]) -> None:
         for call in waiting:
             if not call.runs_on:
                 call.runs_on = True
-                call.context.run(call.wakeup, call)
+                # None: its coroutine was run by hand, and not by a task.
+                if call.wakeup is not None:
+                    call.context.run(call.wakeup, call)
     except BaseException:
         # Ctrl-C in one of the tasks ends this round of the loop, and not the others.
         for call in waiting:

@@ -9,7 +9,7 @@ import asyncio
 import copy
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from . import _putting
@@ -97,21 +97,32 @@ class Call:
     _asyncio_future_blocking = False
     runs_on = False  # its task does, or will in the next round of the loop
     _ended_by: BaseException | None = None
-    wakeup: Callable[[Any], object]
+    wakeup: Callable[[Any], object] | None = None  # none while no task waits for it
     context: Context
 
     def __await__(self) -> Generator[Any, None, Any]:
         self._asyncio_future_blocking = True
         yield self
+        # A task has asked for the error by now. Who drives a coroutine by hand has not.
+        if self.error is not None:
+            self._raise()
+        if not self.runs_on:
+            raise RuntimeError(
+                "a coroutine of this queue was run on before what it awaits was done"
+            )
         return self.value
 
     def get_loop(self) -> asyncio.AbstractEventLoop | None:
         return self.loop
 
-    def add_done_callback(self, wakeup: Callable[[Any], object], *, context: Context) -> None:
+    def add_done_callback(
+        self, wakeup: Callable[[Any], object], *, context: Context | None = None
+    ) -> None:
         """Of the task, once, when it begins to wait."""
         self.wakeup = wakeup
-        self.context = context
+        self.context = copy_context() if context is None else context
+        if self.runs_on:  # not a task: those ask in the step that yields
+            self.wake_soon()
 
     def result(self) -> None:
         """Whether the task is to run on with an exception."""
@@ -147,7 +158,8 @@ class Call:
         """Let the task run on, in the next round of the loop."""
         assert self.loop is not None
         self.runs_on = True
-        self.loop.call_soon(self.wakeup, self, context=self.context)
+        if self.wakeup is not None:
+            self.loop.call_soon(self.wakeup, self, context=self.context)
 
     @property
     def hurries(self) -> bool:

@@ -306,13 +306,20 @@ class Message(Told):
             renewal.stop()
         return lease
 
+    def _is_settled(self) -> bool:
+        """Whether the block has settled it, at the end of a `with`. One whose lease was lost
+        meanwhile is not: `ack` says so.
+        """
+        lease = self._stop_renewal()
+        return lease.over and not lease.lost
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._stop_renewal().over:
+        if self._is_settled():
             return
         if error is None:
             self.ack()

@@ -195,7 +195,7 @@ class Store:
             session.must_sync |= policy >= SYNC
             session.settled |= mask_of(group.tid)
             engine = session.engine
-            engine.let_go([lease for lease in engine.held if lease.gid == gid])
+            engine.lose([lease for lease in engine.held if lease.gid == gid])
             session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
             return True
 

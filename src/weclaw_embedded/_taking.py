@@ -193,9 +193,7 @@ def sweep(
     if lapsed:
         engine = session.engine
         offsets = {offset for offset, _ in lapsed}
-        engine.let_go(
-            [one for one in engine.held if one.gid == group.gid and one.offset in offsets]
-        )
+        engine.lose([one for one in engine.held if one.gid == group.gid and one.offset in offsets])
         _return_all(
             session,
             group,

@@ -221,6 +221,20 @@ def test_settled_inside_with_is_left_alone(q):
     assert [q.status(x) for x in ids] == ["done", "delayed", "dead", "done", "done"]
 
 
+def test_a_with_whose_lease_was_lost_says_so(open_queue):
+    """A block that ends well has not acked what ran out before it, whoever noticed first."""
+    q = open_queue(retry=NO_WAIT)
+    q.put("x")
+    late = q.get(visibility_timeout=0.01)
+    again = q.get(timeout=10)
+    with pytest.raises(weclaw.LeaseLostError), late:
+        pass
+    with pytest.raises(ZeroDivisionError), late:
+        1 / 0
+    again.ack()
+    assert q.stats().settled == 1
+
+
 def test_an_exception_inside_with_is_a_nack_with_its_text(open_queue):
     """An exception inside `with msg` nacks with its type and text, and goes on."""
     q = open_queue(retry=weclaw.RetryPolicy(max_retries=0))
