@@ -24,6 +24,7 @@ from ._delivery import Address
 from ._engine import Engine
 from ._message import Content
 from ._options import QueueOptions, check_timeout
+from ._records import NoRecordError
 from ._session import BATCH, Session
 from ._wake import Timer, Waiter
 from .dlq import DeadLetterQueue
@@ -201,7 +202,7 @@ class Handle:
                     # It is said to be there, and is not.
                     self._run(_delivery.set_aside, offset, str(error))
                     return None
-            except (CorruptError, ValueError) as error:
+            except (CorruptError, NoRecordError) as error:
                 if isinstance(error, CorruptError) and engine.heal(location, location + 1):
                     continue
                 self._run(_delivery.set_aside, offset, str(error))

@@ -44,6 +44,13 @@ _PLAIN_PUTS: Final = frozenset(
 _DELIVER_ONE: Final = struct.Struct(DELIVER_HEAD.format + DELIVER_ITEM.format[1:])
 _NO_META: Final[dict[int, Any]] = {}
 
+
+class NoRecordError(ValueError):
+    """These bytes are not what they should be: one whole record of a type known here. Nothing else
+    raises it, so that an error of ours is not taken for damage.
+    """
+
+
 _META_TYPES: Final[dict[int, type]] = {
     META_KEY: str,
     META_ID: str,
@@ -303,7 +310,7 @@ def unpack(record: Readable) -> AnyRecord:
         ValueError: these bytes are not one whole record of a type known here.
     """
     if not record:
-        raise ValueError("an empty record")
+        raise NoRecordError("an empty record")
     kind = record[0]
     if kind == PUT:
         return unpack_put(record)
@@ -321,13 +328,13 @@ def unpack(record: Readable) -> AnyRecord:
         return record_said
     if kind >= SKIPPABLE:
         return Unknown(kind)
-    raise ValueError(f"a record of unknown type {kind}")
+    raise NoRecordError(f"a record of unknown type {kind}")
 
 
 def unpack_put(record: Readable) -> Put:
     """Return a PUT; the body is a slice of what was given, not a copy when that is a view."""
     if len(record) < PUT_HEAD.size:
-        raise ValueError("a PUT that is too short")
+        raise NoRecordError("a PUT that is too short")
     kind, packed, size, tid = PUT_HEAD.unpack_from(record)
     if kind == PUT and not size:
         meta: Readable = b""
@@ -336,7 +343,7 @@ def unpack_put(record: Readable) -> Put:
         meta, body = split_put(record)
     priority, codec = packed >> 4, packed & 15
     if priority >= PRIORITIES or codec > CODEC_OTHER:
-        raise ValueError(f"a PUT with priority {priority} and codec {codec}")
+        raise NoRecordError(f"a PUT with priority {priority} and codec {codec}")
     return Put(priority, codec, tid, unpack_meta(meta) if meta else {}, body)
 
 
@@ -364,16 +371,16 @@ def body_of_put(record: Readable) -> tuple[int, Readable]:
 def split_put(record: Readable) -> tuple[Readable, Readable]:
     """Return the packed meta and the body of a PUT, as slices."""
     if len(record) < PUT_HEAD.size or record[0] != PUT:
-        raise ValueError("a PUT that is too short")
+        raise NoRecordError("a PUT that is too short")
     size = record[2] | record[3] << 8
     start = PUT_HEAD.size
     if size == _LONG_META:
         if len(record) < start + 4:
-            raise ValueError("a PUT that ends within the length of its meta")
+            raise NoRecordError("a PUT that ends within the length of its meta")
         size = _U32.unpack_from(record, start)[0]
         start += 4
     if size > len(record) - start:
-        raise ValueError("a PUT whose meta is longer than itself")
+        raise NoRecordError("a PUT whose meta is longer than itself")
     return record[start : start + size], record[start + size :]
 
 
@@ -381,37 +388,37 @@ def unpack_meta(meta: Readable) -> dict[int, Any]:
     """Return the meta of a PUT; what it holds and is not known here is left in it."""
     values = _unpackb(meta)
     if type(values) is not dict:
-        raise ValueError("a PUT whose meta is no map")
+        raise NoRecordError("a PUT whose meta is no map")
     for name, value in values.items():
         if type(name) is not int:
-            raise ValueError("a PUT whose meta has a name that is no number")
+            raise NoRecordError("a PUT whose meta has a name that is no number")
         expected = _META_TYPES.get(name)
         if expected is not None and type(value) is not expected:
-            raise ValueError(f"a PUT whose meta {name} is of type {type(value).__name__}")
+            raise NoRecordError(f"a PUT whose meta {name} is of type {type(value).__name__}")
     for name, most in _META_LIMITS.items():
         if name in values and not 0 <= values[name] <= most:
-            raise ValueError(f"a PUT whose meta {name} is {values[name]}")
+            raise NoRecordError(f"a PUT whose meta {name} is {values[name]}")
     return values
 
 
 def _unpack_deliver(record: Readable) -> Deliver:
     if len(record) < DELIVER_HEAD.size:
-        raise ValueError("a DELIVER that is too short")
+        raise NoRecordError("a DELIVER that is too short")
     _, _, count, tid, gid, owner, deadline_ns = DELIVER_HEAD.unpack_from(record)
     if len(record) != DELIVER_HEAD.size + count * DELIVER_ITEM.size:
-        raise ValueError("a DELIVER that does not hold what it says")
+        raise NoRecordError("a DELIVER that does not hold what it says")
     items = [
         (offset, flags >> 4, bool(flags & FROM_QUEUE))
         for offset, flags in DELIVER_ITEM.iter_unpack(record[DELIVER_HEAD.size :])
     ]
     if any(priority >= PRIORITIES for _, priority, _ in items):
-        raise ValueError("a DELIVER with a priority above 9")
+        raise NoRecordError("a DELIVER with a priority above 9")
     return Deliver(tid, gid, owner, deadline_ns, items)
 
 
 def _unpack_ack(record: Readable) -> Ack:
     if len(record) < ACK_HEAD.size:
-        raise ValueError("an ACK that is too short")
+        raise NoRecordError("an ACK that is too short")
     _, _, _, tid, gid, offset = ACK_HEAD.unpack_from(record)
     return Ack(tid, gid, offset, record[ACK_HEAD.size :])
 
@@ -424,7 +431,7 @@ def _fields(record: Readable, count: int, left_out: list[Any]) -> list[Any]:
     fields = _unpackb(record[1:])
     least = count - len(left_out)
     if type(fields) is not list or len(fields) < least:
-        raise ValueError(f"a record of type {record[0]} without its {least} fields")
+        raise NoRecordError(f"a record of type {record[0]} without its {least} fields")
     return [*fields, *left_out[len(fields) - least :]][:count]
 
 
@@ -432,7 +439,7 @@ def _unpackb(data: Readable) -> Any:
     try:
         return msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, TypeError, RecursionError) as error:  # a TypeError: an unhashable map key
-        raise ValueError(f"not msgpack: {error}") from None
+        raise NoRecordError(f"not msgpack: {error}") from None
 
 
 # What one field must be
@@ -445,7 +452,7 @@ def _up_to(most: int, what: str) -> Check:
 
     def checked(value: Any) -> Any:
         if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"a record with {value!r:.40} for {what}")
+            raise NoRecordError(f"a record with {value!r:.40} for {what}")
         return value
 
     return checked
@@ -461,43 +468,43 @@ _u64: Final = _up_to(2**64 - 1, "a number of 64 bits")
 
 def _gid(value: Any) -> int:
     if type(value) is not int or not GROUP_BIT <= value < 2 * GROUP_BIT:
-        raise ValueError(f"a record with {value!r:.40} for a group")
+        raise NoRecordError(f"a record with {value!r:.40} for a group")
     return value
 
 
 def _priority(value: Any) -> int:
     if type(value) is not int or not 0 <= value < PRIORITIES:
-        raise ValueError(f"a record with priority {value!r}")
+        raise NoRecordError(f"a record with priority {value!r}")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"a record with {type(value).__name__} for a text")
+        raise NoRecordError(f"a record with {type(value).__name__} for a text")
     return value
 
 
 def _bytes(value: Any) -> bytes:
     if type(value) is not bytes:
-        raise ValueError(f"a record with {type(value).__name__} for bytes")
+        raise NoRecordError(f"a record with {type(value).__name__} for bytes")
     return value
 
 
 def _key_hash(value: Any) -> bytes:
     if len(_bytes(value)) not in (0, KEY_HASH_BYTES):
-        raise ValueError("a record with a key hash of another length")
+        raise NoRecordError("a record with a key hash of another length")
     return value or NO_KEY
 
 
 def _kind(value: Any) -> int:
     if value not in (NACK, LAPSED, DIED, RELEASE, UNDO):
-        raise ValueError(f"a RETURN of kind {value!r}")
+        raise NoRecordError(f"a RETURN of kind {value!r}")
     return int(value)
 
 
 def _state(value: Any) -> int:
     if type(value) is not int or not STATE_READY <= value <= STATE_DEAD:
-        raise ValueError(f"a carried message in state {value!r}")
+        raise NoRecordError(f"a carried message in state {value!r}")
     return value
 
 
@@ -514,17 +521,17 @@ def _put(value: Any) -> bytes:
 def _cursors(value: Any) -> list[int]:
     cursors: list[int] = _each_place(value)
     if len(cursors) != PRIORITIES:
-        raise ValueError("a checkpoint whose group has not one cursor a priority")
+        raise NoRecordError("a checkpoint whose group has not one cursor a priority")
     return cursors
 
 
 def _options(value: Any) -> dict[str, Any]:
     if type(value) is not dict or not all(type(name) is str for name in value):
-        raise ValueError("a record whose options are no map of names")
+        raise NoRecordError("a record whose options are no map of names")
     for option in value.values():
         for one in option if type(option) is list else (option,):
             if type(one) not in _OPTION_TYPES:
-                raise ValueError(f"a record with an option that is a {type(one).__name__}")
+                raise NoRecordError(f"a record with an option that is a {type(one).__name__}")
     return value
 
 
@@ -537,7 +544,7 @@ def _failure(value: Any) -> Failure | None:
 
 def _failures(value: Any) -> list[Failure]:
     if type(value) is not list:
-        raise ValueError("a record with something else than failures")
+        raise NoRecordError("a record with something else than failures")
     return [_told(one) for one in value[-MAX_FAILURES:]]
 
 
@@ -547,11 +554,11 @@ def _check_carry(said: Carry) -> None:
     results, deliveries = [gid for gid, _ in said.results], [gid for gid, _ in said.deliveries]
     for told in (rows, results, said.purged, deliveries):
         if len(set(told)) != len(told):
-            raise ValueError("a carried message that is twice in one group")
+            raise NoRecordError("a carried message that is twice in one group")
     tid = _U32.unpack_from(said.put, 4)[0]
     for row in said.rows:
         if row.gid < GROUP_BIT and (row.gid != tid or row.state in (STATE_LEASED, STATE_DEAD)):
-            raise ValueError(f"a carried message in state {row.state} of {row.gid}, no group")
+            raise NoRecordError(f"a carried message in state {row.state} of {row.gid}, no group")
 
 
 def _each(check: Check) -> Check:
@@ -559,7 +566,7 @@ def _each(check: Check) -> Check:
 
     def checked(value: Any) -> Any:
         if type(value) is not list:
-            raise ValueError("a record with something else than a list")
+            raise NoRecordError("a record with something else than a list")
         return [check(item) for item in value]
 
     return checked
@@ -570,7 +577,7 @@ def _row(*checks: Check, of: Callable[..., Any] = lambda *fields: fields) -> Che
 
     def checked(value: Any) -> Any:
         if type(value) is not list or len(value) < len(checks):
-            raise ValueError("a record with an item that is too short")
+            raise NoRecordError("a record with an item that is too short")
         return of(*[check(field) for check, field in zip(checks, value, strict=False)])
 
     return checked

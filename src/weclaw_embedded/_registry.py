@@ -52,6 +52,11 @@ def acquire(
         return engine
 
 
+def opening() -> threading.RLock:
+    """To be held by who decides whether to open; a fork finds it free."""
+    return _registry_lock
+
+
 def keep(engine: Engine) -> None:
     """Have an engine that only looks closed at the end of the interpreter, if nobody else does."""
     _lookers.add(engine)

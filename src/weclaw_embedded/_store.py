@@ -148,7 +148,11 @@ class Store:
         engine = self._shared
         if engine.forked:
             # This is a child: what it inherited is closed, so it opens the file for itself.
-            engine = self._shared = self._open()
+            # (One of its threads does; a second would count a handle that nobody gives back.)
+            with _registry.opening():
+                engine = self._shared
+                if engine.forked:
+                    engine = self._shared = self._open()
         return engine
 
     def _run(self, operation: Callable[..., T], *args: Any) -> T:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from . import _files
+from .errors import DiskFullError
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -125,7 +126,7 @@ class Waker:
         """Register a waiter; to be called while the write lock is held, before giving it back."""
         with self._lock:
             if self._fd < 0:
-                self._open()
+                self._open(waiter.kind)
             if waiter.callback is not None and self._thread is None:
                 self._start()
             self._add(waiter)
@@ -156,8 +157,17 @@ class Waker:
         with self._lock:
             return any(waiter.kind == kind for waiter in self._waiters)
 
-    def _open(self) -> None:
-        self._fd = open_pipe(self._directory, self._slot, self._like_fd)
+    def _open(self, kind: bytes) -> None:
+        try:
+            self._fd = open_pipe(self._directory, self._slot, self._like_fd)
+        except OSError as error:
+            # Who waits for the replica may have put already; the turn of all others is taken back.
+            if error.errno not in _files.FULL or kind == REPLICATED_BYTE:
+                raise
+            raise DiskFullError(
+                f"a pipe to be woken by can't be made in {self._directory}: {error.strerror}; "
+                "nothing was taken or put; make room, or call without waiting"
+            ) from error
         self._poll.register(self._fd, select.POLLIN)
 
     def _start(self) -> None:

@@ -32,7 +32,7 @@ from ._options import (
     queue_options,
 )
 from ._putting import NoBytes, NoRoom
-from ._records import MAX_DELIVER, group_id
+from ._records import MAX_DELIVER, NoRecordError, group_id
 from ._session import BATCH, POLICIES
 from ._shared import SETTLED
 from ._wake import READY_BYTE, Waiter
@@ -473,7 +473,7 @@ class Queue(Asking):
             try:
                 record, time_us = read(location)
                 messages.append(kind(self, lease, record, time_us))
-            except (LookupError, CorruptError, ValueError):
+            except (LookupError, CorruptError, NoRecordError):
                 # Carried up, now or before; or damaged.
                 content = self._read(lease.offset, location, lease.salt)
                 if content is not None:

@@ -18,7 +18,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files
+from weclaw_embedded import _files, _records
 from weclaw_embedded.wal import HEAD
 
 
@@ -977,3 +977,37 @@ def test_a_settling_that_finds_no_room_leaves_the_message_held(path, open_queue,
 def transact(q, msg):
     with q.transaction() as tx:
         tx.ack(msg)
+
+
+def test_an_error_of_ours_is_not_taken_for_damage(path, monkeypatch):
+    """What is not the parser's word about the bytes goes to the caller, and sets nothing aside."""
+
+    def wrong(record):
+        raise ValueError("a coding error")
+
+    with weclaw.Queue(path) as q:
+        q.put("x")
+        with monkeypatch.context() as patched:
+            patched.setattr(_records, "meta_of_put", wrong)
+            for ask in (lambda: q.get(block=False), lambda: q.peek(1)):
+                with pytest.raises(ValueError, match="a coding error"):
+                    ask()
+        assert q.stats().damaged == 0
+        assert q.get(block=False).body == "x"
+
+
+def test_a_get_that_finds_no_room_to_wait_says_so(path, monkeypatch):
+    """`DiskFullError` when the pipe to be woken by can't be made; later it can."""
+
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with weclaw.Queue(path) as q:
+        with monkeypatch.context() as patched:
+            patched.setattr(_files, "make_fifo", full)
+            with pytest.raises(weclaw.DiskFullError, match="nothing was taken"):
+                q.get(timeout=1)
+        with pytest.raises(weclaw.Empty):
+            q.get(timeout=0.01)
+        q.put("x")
+        assert q.get().delivery_count == 1

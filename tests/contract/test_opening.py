@@ -8,6 +8,8 @@ import os
 import pickle
 import shutil
 import stat
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -605,3 +607,35 @@ def test_opening_and_closing_at_the_same_time(path, open_queue):
         for child in children:
             child.close()
     assert open_queue().qsize() == 120
+
+
+def reopen_in_two_threads(q, report):
+    opened = q._store._open
+
+    def slowly():
+        time.sleep(0.2)  # the other thread comes meanwhile
+        return opened()
+
+    q._store._open = slowly
+    threads = [threading.Thread(target=q.qsize) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.write(report, bytes([q._engine.handles]))
+
+
+def test_threads_of_a_child_reopen_a_queue_once(path, open_queue):
+    """However many come first at once, one handle is counted, so that its end is the file's."""
+    q = open_queue()
+    hear, report = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            reopen_in_two_threads(q, report)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(report)
+    assert os.read(hear, 10) == bytes([1])
+    os.close(hear)
