@@ -137,6 +137,7 @@ class Copy:
         self.empty = temporary is not None  # no segment yet
         self.old: Copy | None = None  # what it will take the place of
         self._prepared = False  # for the next segment
+        self._watch_fd: int | None = None  # says when it may have lost its name; -1: nothing does
 
     @classmethod
     def open(cls, path: str, patience_s: float) -> Copy | None:
@@ -210,6 +211,8 @@ class Copy:
         if self.temporary is not None:
             _files.unlink(self.temporary)
         _files.close(self.fd)
+        if self._watch_fd is not None and self._watch_fd >= 0:
+            _files.close(self._watch_fd)
         if self.old is not None:
             self.old.close()
 
@@ -347,7 +350,7 @@ class Copy:
         when its place is no longer its own.
         """
         _files.sync_data(self.fd)
-        if not is_in_place(self.fd, self.temporary or self.path):
+        if self._may_have_moved() and not is_in_place(self.fd, self.temporary or self.path):
             # Else puts would be confirmed that nobody can find again.
             raise StorageError(
                 f"{self.temporary or self.path} was moved, deleted or replaced while it was "
@@ -357,6 +360,15 @@ class Copy:
         words[COMMIT] = words[TAIL]
         if self.temporary is not None and not self.empty:
             self.finish()
+
+    def _may_have_moved(self) -> bool:
+        """Whether the system says so, or can't. To look each time would cost nearly a sync more:
+        the write after a look makes the file system note its time.
+        """
+        if self._watch_fd is None:
+            self._watch_fd = _files.watch_names([self.temporary or self.path])
+            return True  # it may have been another one's name by then
+        return self._watch_fd < 0 or bool(_files.read_all(self._watch_fd))
 
     def finish(self) -> None:
         """Take the place it was made for. The caller has synced."""
