@@ -215,6 +215,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self.making = threading.Lock()  # held to make it
         self._heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
         try:
+            opened.taken = True
             self._begin_work(opened, replica)
         except BaseException:
             # Nobody will have this engine to close it.

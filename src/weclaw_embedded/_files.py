@@ -515,6 +515,14 @@ def unlink(path: str) -> None:
         os.unlink(path)
 
 
+def remove_folder(path: str) -> None:
+    """Remove a folder in which there are only files."""
+    # By hand: Ctrl-C in `shutil.rmtree` makes that close a descriptor twice.
+    for name in os.listdir(path):
+        os.unlink(os.path.join(path, name))
+    os.rmdir(path)
+
+
 def make_fifo(path: str, mode: int = 0o600) -> None:
     """Make a named pipe with exactly this mode."""
     os.mkfifo(path, mode)

@@ -96,6 +96,15 @@ class Opened:
     rebuild: bool  # the index is empty and must be folded from the log
     role: int = PRIMARY  # what the file says it is
     role_epoch: int = 0
+    taken: bool = False  # by a store that closes it, or by nobody any more
+
+    def give_up(self) -> None:
+        """Close all of it, unless a store has taken it."""
+        if not self.taken:
+            self.taken = True
+            self.page.close()
+            self.index.close(sync=False)
+            _files.close(self.fd)
 
 
 def open_shared(

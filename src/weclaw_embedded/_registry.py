@@ -45,10 +45,19 @@ def acquire(
                 engine.handles += 1
                 return engine
         opened = open_shared(real, segment_bytes, default_segment_bytes, complete)
-        engine = Engine(opened, replica)
-        found = os.fstat(engine.fd)
-        _engines[found.st_dev, found.st_ino] = engine
-        engine.handles = 1
+        engine = None
+        try:
+            engine = Engine(opened, replica)
+            found = os.fstat(engine.fd)
+            engine.handles = 1
+            _engines[found.st_dev, found.st_ino] = engine
+        except BaseException:
+            # Ctrl-C, too: what nobody has to close would keep this process from opening it again.
+            opened.give_up()
+            if engine is not None:
+                _forget(engine)
+                engine.close()
+            raise
         return engine
 
 
@@ -68,13 +77,18 @@ def release(engine: Engine) -> None:
         engine.handles -= 1
         if engine.handles > 0 or engine.forked:
             return
-        keys = [key for key, value in _engines.items() if value is engine]
-        for key in keys:
-            del _engines[key]
-        if not keys and engine not in _lookers:
+        if not _forget(engine) and engine not in _lookers:
             return  # the end of the interpreter closes it, in another thread
         _lookers.discard(engine)
         engine.close()
+
+
+def _forget(engine: Engine) -> bool:
+    """Take an engine out of those that can be found; whether it was among them."""
+    keys = [key for key, value in _engines.items() if value is engine]
+    for key in keys:
+        del _engines[key]
+    return bool(keys)
 
 
 @atexit.register

@@ -9,7 +9,6 @@ It must not know what is in the log.
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 from typing import Final
 
@@ -54,7 +53,7 @@ def remove_pipes(directory: str) -> None:
 def _delete_index(directory: str) -> None:
     path = os.path.join(directory, INDEX_NAME)
     if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
+        _files.remove_folder(path)
     else:
         _files.unlink(path)
     os.mkdir(path, 0o700)
