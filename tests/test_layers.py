@@ -91,7 +91,6 @@ DOORS = {
         "os.mkdir": "the scratch folder",
         "open": "the mark of a clean close is read",
         "os.open": "the mark of a clean close",
-        "shutil.rmtree": "an index that is not believed is deleted unopened",
     },
     "_readonly": {
         "os.mkdir": "the index of a looker, in a folder of its own",

@@ -355,6 +355,7 @@ def _open_first(
         page.words[INDEX_SYNCED] = marked and not rebuild
         if recovery.ends_vouched:
             page.words[CLEAN_AT] = page.words[TAIL]
+            page.words[LAST_FRAME] = log.last_frame[0]
         for name in os.listdir(os.path.join(directory, INDEX_NAME)):
             _files.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.

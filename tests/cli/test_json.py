@@ -123,7 +123,7 @@ class Scene:
             "top": [["top", file, "--interval", "0.1"]],
             "tail": [["tail", file, "--no-follow", "-n", 100]],
             "put": [["put", file, "1"]],
-            "work": [["work", file, self.handler, "--drain", "--topic", "new"]],
+            "work": [["work", file, self.handler, "--drain", "--topic", "mails"]],
             "dlq list": [["dlq", "list", file]],
             "dlq list --by-reason": [["dlq", "list", file, "--by-reason"]],
             "dlq show": [
