@@ -18,6 +18,7 @@ README = PACKAGE.parent.parent / "README.md"
 LAYERS = [
     ["errors", "_version"],
     ["_clock", "_files", "_format", "_stream", "_values", "_jsonable"],
+    ["_watch"],
     ["_codecs", "_record_types"],
     ["_checks", "_records"],
     ["_options"],

@@ -45,6 +45,7 @@ from ._format import (
 from ._opening import IN_USE, RECEIVER, read_header
 from ._recovery import look_at_copy, recover_copy
 from ._stream import MAX_DATA, Hello, State, StreamError
+from ._watch import watch_names
 from .errors import CorruptError, LockedError, StorageError
 from .wal import ANNOUNCED, COMMIT, HEAD, LAST, TAIL, Log, LogState
 
@@ -366,7 +367,7 @@ class Copy:
         the write after a look makes the file system note its time.
         """
         if self._watch_fd is None:
-            self._watch_fd = _files.watch_names([self.temporary or self.path])
+            self._watch_fd = watch_names([self.temporary or self.path])
             return True  # it may have been another one's name by then
         return self._watch_fd < 0 or bool(_files.read_all(self._watch_fd))
 

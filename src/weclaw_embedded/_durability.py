@@ -12,7 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,26 +31,6 @@ from .errors import ClosedError, StoreFailedError
 from .wal import COMMIT, TAIL, Log
 
 logger = logging.getLogger("weclaw_embedded")
-
-
-def poll_of(fd: int) -> select.poll | None:
-    if fd < 0:
-        return None
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return poll
-
-
-def _may_have_moved(wait_ms: int) -> bool:
-    return True
-
-
-def asker_of(fd: int) -> Callable[[int], object]:
-    """What says, when called with 0 (ms to wait), whether a name that `fd` watches may have changed
-    its file; always, where the system watches none. For one thread at a time.
-    """
-    poll = poll_of(fd)
-    return _may_have_moved if poll is None else poll.poll
 
 
 class Durability:

@@ -34,7 +34,7 @@ from typing import Any, Final, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files, _records
-from ._durability import Durability, asker_of
+from ._durability import Durability
 from ._file_options import FileOptions
 from ._folding import Folding
 from ._format import FENCED, VOUCH
@@ -68,6 +68,7 @@ from ._shared import (
 )
 from ._together import Together
 from ._wake import READY_BYTE, SETTLED_BYTE, Timer, Waiter, Waker
+from ._watch import asker_of, watch_names
 from .errors import (
     ClosedError,
     DiskFullError,
@@ -180,7 +181,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
         self._failure: str | None = None
         self._identity = _files.identity(self.fd)[:2]
-        self._watch_fd = _files.watch_names(
+        self._watch_fd = watch_names(
             [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
         )
         self._has_moved = asker_of(self._watch_fd)

@@ -56,6 +56,7 @@ __all__ = [
     "identity",
     "is_locked",
     "is_network_file_system",
+    "libc",
     "lock",
     "make_fifo",
     "match_owner_and_mode",
@@ -74,7 +75,6 @@ __all__ = [
     "try_lock",
     "unlink",
     "unlock",
-    "watch_names",
     "write_at",
     "zero_fill",
 ]
@@ -127,29 +127,6 @@ def _name_of(fd: int) -> str:
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{fd}")
     return f"descriptor {fd}"
-
-
-# Names that move ----------------------------------------------------------------------------
-
-_IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x4, 0x400, 0x800
-
-
-def watch_names(paths: Sequence[str]) -> int:
-    """Return a descriptor that becomes readable when one of these is deleted, moved or replaced
-    (and now and then for less), or -1 where the system offers no such thing: then look yourself.
-    """
-    start, add = _libc("inotify_init1"), _libc("inotify_add_watch")
-    if start is None or add is None:
-        return -1
-    fd = start(os.O_CLOEXEC | os.O_NONBLOCK)
-    if fd < 0:
-        return -1
-    wanted = _IN_ATTRIB | _IN_DELETE_SELF | _IN_MOVE_SELF
-    for path in paths:
-        if add(fd, os.fsencode(path), wanted) < 0:
-            os.close(fd)
-            return -1
-    return fd
 
 
 # Opening ------------------------------------------------------------------------------------
@@ -316,7 +293,7 @@ def punch(fd: int, offset: int, n: int) -> bool:
     if sys.platform != "linux":
         return False
     keep_size_punch_hole = 0x01 | 0x02
-    fallocate = _libc("fallocate64") or _libc("fallocate")
+    fallocate = libc("fallocate64") or libc("fallocate")
     if fallocate is None:
         return False
     wide = ctypes.c_longlong
@@ -574,7 +551,8 @@ _STATX_MNT_ID = 0x1000
 _STATX_MNT_ID_UNIQUE = 0x4000
 
 
-def _libc(name: str) -> Callable[..., int] | None:
+def libc(name: str) -> Callable[..., int] | None:
+    """A function of the C library that Python doesn't offer; None where there is none."""
     try:
         function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
@@ -584,7 +562,7 @@ def _libc(name: str) -> Callable[..., int] | None:
 
 def _statx(target: int | str, mask: int) -> bytes | None:
     """The raw answer of statx(2), which Python's os module doesn't give on all our versions."""
-    call = _libc("statx") if sys.platform == "linux" else None
+    call = libc("statx") if sys.platform == "linux" else None
     if call is None:
         return None
     answer = ctypes.create_string_buffer(256)

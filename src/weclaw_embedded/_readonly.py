@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files
-from ._durability import asker_of
 from ._engine import Engine
 from ._index import Index, Tx
 from ._opening import OWNER, attach_page, check_path, is_new, read_header
@@ -30,6 +29,7 @@ from ._scratch import PAGE_NAME, scratch_of
 from ._session import Record, Session
 from ._shared import DEAD_SEQ, SHIFT
 from ._wake import Timer, Waiter, Waker
+from ._watch import asker_of
 from .errors import ClosedError, StorageError
 from .wal import TAIL, Log, LogState
 
