@@ -22,7 +22,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from . import _files
@@ -45,7 +45,7 @@ from ._format import (
 from ._opening import IN_USE, RECEIVER, read_header
 from ._recovery import look_at_copy, recover_copy
 from ._stream import MAX_DATA, Hello, State, StreamError
-from ._watch import watch_names
+from ._watch import asker_of, watch_names
 from .errors import CorruptError, LockedError, StorageError
 from .wal import ANNOUNCED, COMMIT, HEAD, LAST, TAIL, Log, LogState
 
@@ -138,7 +138,9 @@ class Copy:
         self.empty = temporary is not None  # no segment yet
         self.old: Copy | None = None  # what it will take the place of
         self._prepared = False  # for the next segment
-        self._watch_fd: int | None = None  # says when it may have lost its name; -1: nothing does
+        self._watch_fd = -1
+        # Asks, with 0 (ms to wait), whether it may have lost its name; None: not watched yet.
+        self._has_moved: Callable[[int], object] | None = None
 
     @classmethod
     def open(cls, path: str, patience_s: float) -> Copy | None:
@@ -212,7 +214,7 @@ class Copy:
         if self.temporary is not None:
             _files.unlink(self.temporary)
         _files.close(self.fd)
-        if self._watch_fd is not None and self._watch_fd >= 0:
+        if self._watch_fd >= 0:
             _files.close(self._watch_fd)
         if self.old is not None:
             self.old.close()
@@ -366,10 +368,15 @@ class Copy:
         """Whether the system says so, or can't. To look each time would cost nearly a sync more:
         the write after a look makes the file system note its time.
         """
-        if self._watch_fd is None:
+        if self._has_moved is None:
             self._watch_fd = watch_names([self.temporary or self.path])
+            self._has_moved = asker_of(self._watch_fd)
             return True  # it may have been another one's name by then
-        return self._watch_fd < 0 or bool(_files.read_all(self._watch_fd))
+        if not self._has_moved(0):
+            return False
+        if self._watch_fd >= 0:
+            _files.read_all(self._watch_fd)
+        return True
 
     def finish(self) -> None:
         """Take the place it was made for. The caller has synced."""

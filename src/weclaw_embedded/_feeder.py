@@ -128,17 +128,15 @@ class Channel:
         self.incoming = Incoming()
         self._number = 0
         self._unsent: memoryview | None = None
+        # Whether the last message has gone out whole, so that the next may be sent.
+        self.is_writable = True
         self._poll = select.poll()
         self._poll.register(self.out_fd, select.POLLIN)
         self._polls_writing = False
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether the last message has gone out whole, so that the next may be sent."""
-        return self._unsent is None
-
     def send(self, kind: int, *pieces: bytes) -> None:
         """Send a message, or as much of it as goes now; only when `is_writable`."""
+        self.is_writable = False
         self._unsent = memoryview(_stream.message(self._number, kind, *pieces))
         self._number += 1
         self.push()
@@ -156,10 +154,11 @@ class Channel:
         except OSError as error:
             raise LinkDownError(f"the receiver does not read any more: {error}") from None
         self._unsent = None
+        self.is_writable = True
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the receiver has answered or can take more. False when the time is over."""
-        if self._polls_writing != (self._unsent is not None):
+        if self._polls_writing is self.is_writable:
             self._polls_writing = not self._polls_writing
             if self._polls_writing:
                 self._poll.register(self.in_fd, select.POLLOUT)
@@ -348,17 +347,17 @@ class Link:
         if self.acked >= self.asked and channel.is_writable:
             self._waited_since_s = time.monotonic()  # until now nothing was wanted of it
         while True:
-            while channel.is_writable and self._send_next(target, announced):
-                pass
-            if self._take():
-                continue
+            while channel.is_writable and (self.asked < target or self.head < announced):
+                self._send_next(target, announced)
             if self.acked >= target:
                 return True
-            now_s = time.monotonic()
-            self._look_whether_it_hangs(now_s)
-            if now_s >= until_s or self._stopping():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or self._stopping():
                 return False
-            channel.wait(min(until_s - now_s, _LOOK_S))
+            if not channel.wait(min(left_s, _LOOK_S)):
+                self._look_whether_it_hangs()
+            while self._take():
+                pass
 
     def listen(self) -> None:
         """Hear what the receiver says though nothing is asked of it, and that it has ended. Raises
@@ -379,56 +378,56 @@ class Link:
         self._whole = True
         return True
 
-    def _look_whether_it_hangs(self, now_s: float) -> None:
+    def _look_whether_it_hangs(self) -> None:
         """Raise LinkDownError when the receiver was silent for too long."""
-        silent_s = now_s - max(self.channel.moved_s, self._waited_since_s)
+        silent_s = time.monotonic() - max(self.channel.moved_s, self._waited_since_s)
         if silent_s > HANGS_S + (self.sent - self.acked) / _SLOWEST_BYTES_S:
             raise LinkDownError(
                 f"the receiver has neither taken nor said anything for {silent_s:.0f} s, and is "
                 f"ended{self.channel.last_words()}"
             )
 
-    def _send_next(self, target: int, announced: int) -> bool:
-        """Send one message more; False when there is nothing more to send."""
-        log = self._log
-        channel = self.channel
+    def _send_next(self, target: int, announced: int) -> None:
+        """Send one message more; the caller has seen that there is something to send."""
         at = self.sent
         if at < target:
-            segment = at >> log.bits
-            last = segment == target >> log.bits
-            if at & (log.segment_bytes - 1) == 0:
-                return self._send_segment(segment)
-            end = target if last else log.frames_end(segment)
-            if end is None or at >= end:
-                following = log.next_present(segment)
-                if following is None or following > target >> log.bits:
-                    raise LinkDownError(f"segment {segment + 1} of the log can't be found")
-                return self._send_segment(following)
-            shift, _ = log.place(segment)
-            n = min(MAX_DATA, end - at)
-            # What can't be read must not come to the other side as something else.
-            data = _files.read_at(log.fd, n, at + shift, around=False)
-            self._still_kept(segment)
-            if len(data) < n:
-                raise LinkDownError("the file ends before its log does")
-            # A copy that is made anew takes its place with the first sync: not before it is whole.
-            sync = at + n == target or (self._whole and at + n - self._asked_at >= _SYNC_EVERY)
-            channel.send(_stream.DATA, _stream.pack_data(at, sync), data)
-            self.sent = at + n
-            if sync:
-                self.asked = self._asked_at = self.sent
-            return True
-        if self.asked < target:
-            channel.send(_stream.SYNC, _stream.pack_offset(at))
+            self._send_log(at, target)
+        elif self.asked < target:
+            self.channel.send(_stream.SYNC, _stream.pack_offset(at))
             self.asked = self._asked_at = at
-            return True
-        if self.head < announced:
-            channel.send(_stream.HEAD, _stream.pack_offset(announced))
+        else:
+            self.channel.send(_stream.HEAD, _stream.pack_offset(announced))
             self.head = announced
-            return True
-        return False
 
-    def _send_segment(self, segment: int) -> bool:
+    def _send_log(self, at: int, target: int) -> None:
+        """Send what the log has at an offset before `target`."""
+        log = self._log
+        segment = at >> log.bits
+        if at & (log.segment_bytes - 1) == 0:
+            self._send_segment(segment)
+            return
+        end = target if segment == target >> log.bits else log.frames_end(segment)
+        if end is None or at >= end:
+            following = log.next_present(segment)
+            if following is None or following > target >> log.bits:
+                raise LinkDownError(f"segment {segment + 1} of the log can't be found")
+            self._send_segment(following)
+            return
+        n = min(MAX_DATA, end - at)
+        # What can't be read must not come to the other side as something else.
+        data = _files.read_at(log.fd, n, at + log.place(segment)[0], around=False)
+        self._still_kept(segment)
+        if len(data) < n:
+            raise LinkDownError("the file ends before its log does")
+        end = at + n
+        # A copy that is made anew takes its place with the first sync: not before it is whole.
+        sync = end == target or (self._whole and end - self._asked_at >= _SYNC_EVERY)
+        self.channel.send(_stream.DATA, _stream.pack_data(at, sync), data)
+        self.sent = end
+        if sync:
+            self.asked = self._asked_at = end
+
+    def _send_segment(self, segment: int) -> None:
         log = self._log
         try:
             log.place(segment)
@@ -440,7 +439,6 @@ class Link:
             raise LinkDownError(f"segment {segment} of the log has no readable header")
         self.channel.send(_stream.SEGMENT, pack_slot(slot, self._header.store_id))
         self.sent = (segment << log.bits) + SLOT_BYTES
-        return True
 
     def _still_kept(self, segment: int) -> None:
         if segment < self._page.words[HEAD]:

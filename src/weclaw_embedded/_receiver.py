@@ -92,10 +92,11 @@ class _Wire:
             self._incoming.add(data)
 
     def send(self, kind: int, *pieces: bytes) -> None:
-        data = memoryview(_stream.message(self._sent, kind, *pieces))
+        data = _stream.message(self._sent, kind, *pieces)
         self._sent += 1
-        while data:
-            data = data[os.write(self._out, data) :]
+        done = os.write(self._out, data)
+        while done < len(data):
+            done += os.write(self._out, memoryview(data)[done:])
 
 
 def serve(path: str, stdin: BinaryIO, stdout: BinaryIO) -> int:

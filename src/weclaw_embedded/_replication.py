@@ -164,10 +164,11 @@ class Replication:
             leads = self._round.acquire(blocking=False)
             return leads and self._do_round(until_s)
         finally:
-            # Ctrl-C may come when it is taken and before that is known. Whoever has not got it
-            # can't release it.
-            with contextlib.suppress(RuntimeError):
+            # Ctrl-C may come when it is taken and before that is known.
+            try:
                 self._round.release()
+            except RuntimeError:
+                pass  # only who has it can release it
             if leads:
                 self._wake(0)
 
@@ -197,7 +198,7 @@ class Replication:
         waiting: list[int] = []
         with engine._lock:
             try:
-                _files.lock(engine.fd, WRITE, True)
+                engine._lock_file()
                 words[REPLICA_AT] = acked
                 if acked:
                     words[REPLICA_PIN] = ((acked - 1) >> engine.log.bits) + 1
@@ -208,7 +209,7 @@ class Replication:
                     if words[REPLICA_WAIT_HIGH] > before:
                         waiting = self._page.take_replica_waiting(before)
             finally:
-                _files.unlock(engine.fd, WRITE)
+                engine._unlock_file()
         self._wake(target)
         if ready:
             engine.wake(ready, READY_BYTE)

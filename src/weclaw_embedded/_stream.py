@@ -164,7 +164,10 @@ def unpack_begin(body: bytes) -> tuple[bool, int]:
 
 def unpack_data(body: bytes) -> tuple[int, bool, memoryview]:
     """(offset, whether to sync after it, the bytes)."""
-    offset, sync = _unpack(_DATA, body, exact=False)
+    try:
+        offset, sync = _DATA.unpack_from(body, 1)
+    except struct.error:
+        raise StreamError("a message is too short") from None
     return offset, bool(sync), memoryview(body)[1 + _DATA.size :]
 
 
@@ -194,34 +197,43 @@ class Incoming:
     """Cuts what comes in into messages. Nothing is handed out before its checksum held."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._data: bytes | bytearray = b""  # what came; more is added to a bytearray only
+        self._at = 0  # all before is handed out
         self._number = 0
 
     def add(self, data: bytes) -> None:
-        self._buffer += data
+        if self.is_cut:
+            rest = bytearray(self._data) if isinstance(self._data, bytes) else self._data
+            del rest[: self._at]
+            rest += data
+            self._data = rest
+        else:
+            self._data = data
+        self._at = 0
 
     def next(self) -> bytes | None:
         """The next message from its type on; None while it is not all there. StreamError when
         what came in is no message.
         """
-        buffer = self._buffer
-        if len(buffer) < _HEAD.size:
+        data = self._data
+        start = self._at + _HEAD.size
+        if len(data) < start:
             return None
-        length, crc = _HEAD.unpack_from(buffer)
+        length, crc = _HEAD.unpack_from(data, self._at)
         if not 1 <= length <= MAX_MESSAGE:
-            start = bytes(buffer[:64])
-            raise StreamError(f"what came is no message of the stream: it begins {start!r}")
-        end = _HEAD.size + length
-        if len(buffer) < end:
+            begin = bytes(data[self._at : self._at + 64])
+            raise StreamError(f"what came is no message of the stream: it begins {begin!r}")
+        end = start + length
+        if len(data) < end:
             return None
-        body = bytes(memoryview(buffer)[_HEAD.size : end])
+        body = bytes(memoryview(data)[start:end])
         if crc32(body, self._number & 0xFFFFFFFF) != crc:
             raise StreamError(f"message {self._number} came garbled: its checksum is wrong")
-        del buffer[:end]
+        self._at = end
         self._number += 1
         return body
 
     @property
     def is_cut(self) -> bool:
         """Whether the stream, if it ends here, ends within a message."""
-        return bool(self._buffer)
+        return self._at < len(self._data)
