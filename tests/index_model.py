@@ -9,7 +9,7 @@ from typing import Any
 
 from weclaw_embedded import _format
 from weclaw_embedded import _records as rec
-from weclaw_embedded._index import Index, Tx
+from weclaw_embedded._index import Index, Picks, Tx
 from weclaw_embedded._index_rows import DELIVERED, RESULT, U64
 
 NEVER = rec.NEVER
@@ -218,16 +218,16 @@ class Model:
         self.say(rec.pack_group_drop(gid))
         del self.groups[gid]
 
-    def deliver(self, gid: int, picks: list[Any], owner: int, deadline: int) -> None:
+    def deliver(self, gid: int, picks: Picks, owner: int, deadline: int) -> None:
         """Lease what the index picked."""
         group = self.groups[gid]
-        self.say(rec.pack_deliver(group.tid, gid, owner, deadline, picks))
-        for pick in picks:
-            standing = group.has[pick.offset]
+        self.say(rec.pack_deliver(group.tid, gid, owner, deadline, *picks[:2]))
+        for offset in picks.offsets:
+            standing = group.has[offset]
             standing.status = "leased"
             standing.delivery += 1
             standing.owner, standing.deadline = owner, deadline
-        group.picks += len(picks)
+        group.picks += len(picks.offsets)
 
     def ack(self, gid: int, offset: int, result: bytes) -> None:
         """Settle a lease."""
@@ -417,7 +417,7 @@ def check(model: Model, tx: Tx) -> None:
         for visible in (ALL, model.end // 2):
             for suspects in (0, 1):
                 picks = tx.pick(group, 40, visible=visible, now_us=model.now, suspects=suspects)
-                assert [p.offset for p in picks] == model.picks(expected, 40, suspects, visible)
+                assert picks.offsets == model.picks(expected, 40, suspects, visible)
         unfinished = model.unfinished(expected)
         assert tx.oldest(group) == min(unfinished, default=None)
         dead = [(o, s.reason) for o, s in sorted(expected.has.items()) if s.status == "dead"]
@@ -633,7 +633,7 @@ def _deliver(driver: Driver, model: Model, a: int, b: int) -> None:
     assert group is not None
     tx.move_due(group, model.now)
     picks = tx.pick(group, 1 + b % 4, visible=ALL, now_us=model.now, suspects=0)
-    if picks:
+    if picks.offsets:
         model.deliver(gid, picks, 1 + a % 3, NEVER if b % 5 == 0 else 1 + (a * b) % 2000)
 
 

@@ -21,7 +21,7 @@ from index_model import ALL, Driver, check, found, joined, rebuild, stretch, tel
 
 from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
-from weclaw_embedded._index import FILE_NAME, Index, IndexFullError
+from weclaw_embedded._index import FILE_NAME, Index, IndexFullError, Tx
 from weclaw_embedded._index_rows import CHUNK_ENTRIES, HEAD
 
 GID = rec.group_id("default", "default")
@@ -135,7 +135,8 @@ def test_what_stays_in_memory_leaves_the_rows_that_commits_do(seed: int, tmp_pat
             tx.apply_many(found(part, numbers))
         else:
             for offset, time_us, record in part:
-                tell(tx, offset, time_us, record)
+                if not lease(tx, record, numbers):
+                    tell(tx, offset, time_us, record)
         what = numbers.randrange(100)
         if what == 0:
             tx.abort()
@@ -182,7 +183,7 @@ def test_what_is_at_hand_is_what_an_index_read_anew_has(seed: int, tmp_path: Pat
             assert (group is None) == (same is None)
             if group is not None and same is not None:
                 picks = [
-                    [pick[:3] for pick in tx.pick(one, n, visible=visible, suspects=1)]
+                    tx.pick(one, n, visible=visible, suspects=1)[:2]
                     for tx, one in ((now, group), (known, same))
                 ]
                 assert picks[0] == picks[1]
@@ -191,6 +192,20 @@ def test_what_is_at_hand_is_what_an_index_read_anew_has(seed: int, tmp_path: Pat
             now.commit(ends[told - 1], 1)
     kept.close()
     anew.close()
+
+
+def lease(tx: Tx, record: bytes, numbers: random.Random) -> bool:
+    """Tell it what a DELIVER says as its writer does, of some; return whether that was done."""
+    said = unpacked(record)
+    if not isinstance(said, rec.Deliver) or numbers.randrange(2):
+        return False
+    group = tx.group(said.gid)
+    if group is None or group.is_template:
+        return False
+    flags = [priority << 4 | queued for _, priority, queued in said.items]
+    messages = [message for message, _, _ in said.items]
+    tx.lease(group, messages, flags, said.owner, said.deadline_ns)
+    return True
 
 
 def unpacked(data: bytes) -> rec.AnyRecord | None:
@@ -246,7 +261,7 @@ class Kept:
     def deliver(self, n: int, *, commit: bool = False) -> None:
         """Lease the first `n` messages, one by one."""
         for message in self.messages[:n]:
-            record = rec.pack_deliver(0, self.gid, 5, 2**40, [(message, 0, 1)])
+            record = rec.pack_deliver(0, self.gid, 5, 2**40, [message], [rec.FROM_QUEUE])
             self.tell(record, commit=commit)
 
     def counts(self) -> tuple[int, ...]:
@@ -292,8 +307,8 @@ def test_a_full_chunk_is_found_before_it_is_written(tmp_path: Path) -> None:
     group = tx.group(kept.gid)
     assert group is not None
     assert not tx.open
-    assert [pick.offset for pick in tx.pick(group, 3, visible=kept.end)] == kept.messages
-    assert len(tx.pick(group, 2000, visible=kept.end)) == CHUNK_ENTRIES + 3
+    assert tx.pick(group, 3, visible=kept.end).offsets == kept.messages
+    assert len(tx.pick(group, 2000, visible=kept.end).offsets) == CHUNK_ENTRIES + 3
     kept.index.close()
 
 
@@ -312,11 +327,11 @@ def test_what_was_cancelled_is_passed_over_wherever_the_group_is(
         tx = kept.index.write()
         group = tx.group(kept.gid)
         assert group is not None
-        return [pick.offset for pick in tx.pick(group, at_once, visible=kept.end)]
+        return tx.pick(group, at_once, visible=kept.end).offsets
 
     def deliver(messages: list[int]) -> None:
-        items = [(message, 0, 1) for message in messages]
-        kept.tell(rec.pack_deliver(0, kept.gid, 5, 2**40, items))
+        flags = [rec.FROM_QUEUE] * len(messages)
+        kept.tell(rec.pack_deliver(0, kept.gid, 5, 2**40, messages, flags))
 
     first, *others = kept.messages
     deliver([first])
@@ -341,7 +356,9 @@ def test_many_at_once_pass_over_what_was_cancelled(tmp_path: Path) -> None:
     first = [(100, 1, joined(rec.pack_group(0, gid, "g")))]
     first += [(message, 1, PUT) for message in messages]
     first.append((2000, 1, joined(rec.pack_cancel(0, [messages[2]]))))
-    deliveries = [joined(rec.pack_deliver(0, gid, 5, 2**40, [(one, 0, 1)])) for one in messages]
+    deliveries = [
+        joined(rec.pack_deliver(0, gid, 5, 2**40, [one], [rec.FROM_QUEUE])) for one in messages
+    ]
     rest = [(3000 + 100 * n, 1, one) for n, one in enumerate(deliveries)]
     rest += [
         (4000 + 100 * n, 1, joined(rec.pack_ack(0, gid, one))) for n, one in enumerate(messages)
@@ -399,10 +416,12 @@ def hot_log(
             leased[gid] = [one for one in leased[gid] if numbers.randrange(9)]
         elif kind == 1 and at < len(queue):
             n = numbers.choice((1, 1, 1, 4))
-            picks = [(one, priority, 1) for one in queue[at : at + n]]
+            picks = queue[at : at + n]
             cursors[gid, priority] += len(picks)
-            leased[gid] += [one for one, _, _ in picks]
-            record = joined(rec.pack_deliver(tid, gid, 5, numbers.randrange(1, 2**40), picks))
+            leased[gid] += picks
+            flags = [priority << 4 | rec.FROM_QUEUE] * len(picks)
+            deadline = numbers.randrange(1, 2**40)
+            record = joined(rec.pack_deliver(tid, gid, 5, deadline, picks, flags))
         elif kind == 2 and leased[gid]:
             one = leased[gid].pop(numbers.randrange(min(3, len(leased[gid]))))
             record = joined(rec.pack_ack(tid, gid, one, numbers.choice((b"", b"", b"\1"))))
@@ -420,7 +439,7 @@ def odd_record(
 ) -> bytes:
     """Return a record that is folded in the general way, or only looks like one that isn't."""
     one = messages[0] if numbers.randrange(2) else numbers.choice(messages)
-    deliver = joined(rec.pack_deliver(tid, gid, 5, 9, [(one, priority, 1)]))
+    deliver = joined(rec.pack_deliver(tid, gid, 5, 9, [one], [priority << 4 | 1]))
     choices: list[bytes] = [
         joined(rec.pack_put(priority, 0, tid, rec.pack_meta(key="k"), b"x")),
         joined(rec.pack_put(priority, 0, tid, rec.pack_meta(id=str(one)), b"x")),
@@ -431,7 +450,7 @@ def odd_record(
         joined(rec.pack_purge(gid)),
         joined(rec.pack_ack(tid, gid, one)),
         joined(rec.pack_clean()),
-        joined(rec.pack_deliver(tid, gid, 5, 9, [(one, 12, 1)])),
+        joined(rec.pack_deliver(tid, gid, 5, 9, [one], [12 << 4 | 1])),
         deliver,
         deliver + b"x",
         deliver + b"x",
@@ -508,7 +527,7 @@ def test_an_aborted_transaction_leaves_no_trace(tmp_path: Path) -> None:
         group = tx.group(GID)
         assert group is not None
         assert tx.ready_count(group) == 2000
-        assert [pick.offset for pick in tx.pick(group, 2, visible=ALL)] == [
+        assert tx.pick(group, 2, visible=ALL).offsets == [
             1000 * number + 200,
             1000 * number + 203,
         ]
@@ -517,7 +536,7 @@ def test_an_aborted_transaction_leaves_no_trace(tmp_path: Path) -> None:
     group = tx.group(GID)
     assert group is not None
     assert tx.ready_count(group) == 0
-    assert tx.pick(group, 1, visible=ALL) == []
+    assert tx.pick(group, 1, visible=ALL).offsets == []
     tx.abort()
     index.close()
 
@@ -557,7 +576,7 @@ def test_a_long_queue_is_found_again_chunk_by_chunk(tmp_path: Path) -> None:
     tx = index.write()
     group = tx.group(GID)
     assert group is not None
-    assert [pick.offset for pick in tx.pick(group, 5000, visible=ALL)] == offsets
+    assert tx.pick(group, 5000, visible=ALL).offsets == offsets
     for offset in offsets[::97]:
         assert tx.state(group, offset, lambda _: 0) == "ready"
         assert tx.state(group, offset + 1, lambda _: 0) == "done"
@@ -572,8 +591,10 @@ def test_records_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     index = begun(tmp_path / "a")
     tx = index.write()
     bad = [b"", b"\1", b"\2", b"\3", b"\7\xc1", b"\5\x90", b"\x3f\x90", PUT[:1] + b"\xf0" + PUT[2:]]
-    bad += [joined(rec.pack_deliver(0, 0, 1, 1, [(100, 0, True)]))]  # a template is no reader
-    bad += [joined(rec.pack_deliver(0, GID, 1, 1, [(100, 0, True)])) + b"x"]
+    bad += [
+        joined(rec.pack_deliver(0, 0, 1, 1, [100], [rec.FROM_QUEUE]))
+    ]  # a template is no reader
+    bad += [joined(rec.pack_deliver(0, GID, 1, 1, [100], [rec.FROM_QUEUE])) + b"x"]
     for place, record in enumerate(bad):
         tell(tx, 200 + place, 1, record)
     assert [offset for offset, _ in tx.damage()] == list(range(200, 200 + len(bad)))
@@ -581,7 +602,7 @@ def test_records_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     tell(tx, 301, 1, PUT)
     group = tx.group(GID)
     assert group is not None
-    assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [301]
+    assert tx.pick(group, 9, visible=ALL).offsets == [301]
     tx.abort()
     index.close()
 
@@ -645,8 +666,9 @@ def _work(path: Path, lock_path: Path, rounds: int) -> None:
             group = tx.group(GID)
             assert group is not None
             picks = tx.pick(group, 1 + number % 2, visible=ALL)
-            tell(tx, end + 100, 1, joined(rec.pack_deliver(0, GID, os.getpid(), 2**60, picks)))
-            held += [pick.offset for pick in picks]
+            record = rec.pack_deliver(0, GID, os.getpid(), 2**60, *picks[:2])
+            tell(tx, end + 100, 1, joined(record))
+            held += picks.offsets
             tx.commit(end + 200, 1)
             fcntl.flock(lock, fcntl.LOCK_UN)
     index.close()
@@ -703,9 +725,9 @@ def _fill(path: Path, said: Any) -> None:
         tx = index.write()
         group = tx.group(GID)
         assert group is not None
-        pick = tx.pick(group, 1, visible=ALL)[0]
-        tell(tx, end, 1, joined(rec.pack_deliver(0, GID, 7, 2**60, [pick])))
-        tell(tx, end + 50, 1, joined(rec.pack_ack(0, GID, pick.offset)))
+        picks = tx.pick(group, 1, visible=ALL)
+        tell(tx, end, 1, joined(rec.pack_deliver(0, GID, 7, 2**60, *picks[:2])))
+        tell(tx, end + 50, 1, joined(rec.pack_ack(0, GID, picks.offsets[0])))
         end += 100
         tx.commit(end, 1)
     index.close()
@@ -769,7 +791,7 @@ def test_a_forked_child_that_closes_harms_nobody(tmp_path: Path) -> None:
     tell(tx, 300, 1, PUT)
     group = tx.group(GID)
     assert group is not None
-    assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [200, 300]
+    assert tx.pick(group, 9, visible=ALL).offsets == [200, 300]
     tx.commit(400, 1)
     index.close(sync=True)
 
@@ -781,7 +803,7 @@ def test_a_delivery_of_what_was_cancelled_says_nothing(tmp_path: Path) -> None:
         (200, PUT),
         (300, joined(rec.pack_cancel(0, [100]))),
         (400, joined(rec.pack_group(0, GID, "default"))),
-        (500, joined(rec.pack_deliver(0, GID, 7, 1, [(100, 0, True)]))),
+        (500, joined(rec.pack_deliver(0, GID, 7, 1, [100], [rec.FROM_QUEUE]))),
         (600, joined(rec.pack_ack(0, GID, 100))),
     ]
     for many in (False, True):
@@ -795,6 +817,6 @@ def test_a_delivery_of_what_was_cancelled_says_nothing(tmp_path: Path) -> None:
         group = tx.group(GID)
         assert group is not None
         assert (tx.ready_count(group), group.n_leased, group.settled) == (1, 0, 0)
-        assert [pick.offset for pick in tx.pick(group, 9, visible=ALL)] == [200]
+        assert tx.pick(group, 9, visible=ALL).offsets == [200]
         tx.abort()
         index.close()

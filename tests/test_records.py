@@ -99,7 +99,16 @@ kinds = st.sampled_from([rec.NACK, rec.LAPSED, rec.DIED, rec.RELEASE, rec.UNDO])
 items = st.lists(st.tuples(offsets, priorities, st.booleans()), max_size=5)
 # What is said, and how it is packed.
 said = st.one_of(
-    st.builds(rec.Deliver, u32, u64, u64, u64, items).map(lambda s: (s, rec.pack_deliver(*s))),
+    st.builds(rec.Deliver, u32, u64, u64, u64, items).map(
+        lambda s: (
+            s,
+            rec.pack_deliver(
+                *s[:4],
+                [one for one, _, _ in s.items],
+                [p << 4 | queued for _, p, queued in s.items],
+            ),
+        )
+    ),
     st.builds(rec.Ack, u32, u64, u64, st.binary(max_size=9)).map(lambda s: (s, rec.pack_ack(*s))),
     st.builds(
         rec.Return, gids, offsets, kinds, times, counts, counts, counts, st.none() | failures

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.queues import drain, eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _settling
+from weclaw_embedded import _files, _records, _settling
 from weclaw_embedded._index import IndexFullError
 from weclaw_embedded._session import Job
 
@@ -123,7 +123,9 @@ def test_an_index_without_room_under_one_job_leaves_nothing_out(open_queue):
     engine = q._engine
 
     def ack(session, msg):
-        return _settling.ack(session, msg._lease, b"", 0)
+        lease = msg._lease
+        record = _records.pack_ack(lease.tid, lease.gid, lease.offset)
+        return _settling.end(session, lease, record)
 
     def fails(session):
         session.tx.abort()

@@ -19,12 +19,9 @@ def wall_us() -> int:
     return time.time_ns() // 1000
 
 
-def monotonic_ns() -> int:
-    """Nanoseconds of CLOCK_MONOTONIC: never jumps, stands still while suspended.
-
-    The same for all processes of one boot.
-    """
-    return time.monotonic_ns()
+# Nanoseconds of CLOCK_MONOTONIC: never jumps, stands still while suspended; the same for all
+# processes of one boot.
+monotonic_ns = time.monotonic_ns
 
 
 if sys.platform == "linux":

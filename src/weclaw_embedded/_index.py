@@ -27,7 +27,7 @@ import lmdb
 from . import _files
 from ._index_ask import Ask
 from ._index_many import Frame, Many
-from ._index_rows import GroupState, Location, Pick, Row, TopicState
+from ._index_rows import GroupState, Location, Pick, Picks, Row, TopicState, picks_of
 from ._index_state import IndexFullError
 from .errors import DiskFullError
 
@@ -38,9 +38,11 @@ __all__ = [
     "IndexFullError",
     "Location",
     "Pick",
+    "Picks",
     "Row",
     "TopicState",
     "Tx",
+    "picks_of",
 ]
 
 FILE_NAME: Final = "index.mdb"

@@ -30,14 +30,17 @@ from ._index_rows import (
     WAIT,
     GroupState,
     Pick,
+    Picks,
     Row,
     TopicState,
     id_hash,
     key_tid_u64,
     key_u64,
     key_u64_u64,
+    picks_of,
 )
 from ._records import (
+    FROM_QUEUE,
     NEVER,
     STATE_DEAD,
     STATE_LEASED,
@@ -49,7 +52,9 @@ FAIR: Final = 16  # one delivery in so many goes to the oldest message of any pr
 ALL_SUSPECTS: Final = -1  # for a look, which hands nothing out
 _SCAN_NS_A_LEASE: Final = 10_000  # a scan of n leases is not repeated within n times this
 
-_new = tuple.__new__  # a third of what `Pick` costs; hundreds are made at once
+_new = tuple.__new__  # a third of what `Picks` costs
+_NO_ROWS: Final[dict[int, Row]] = {}
+_NO_PICKS: Final = Picks([], [], _NO_ROWS)
 
 
 class _Back:
@@ -168,7 +173,7 @@ class Ask(Change):
         visible: int,
         now_us: int = 0,
         suspects: int = 0,
-    ) -> list[Pick]:
+    ) -> Picks:
         """Return up to `n` messages to deliver next; nothing is changed.
 
         The highest priority first, in order inside it; every sixteenth delivery of the group the
@@ -188,12 +193,14 @@ class Ask(Change):
             and not (group.n_back or group.n_suspect or group.skipped)
         ):
             # Most often: the next one of the only queue, in the part that is at hand.
-            priority = group.lane >> 4
-            place = group.cursor[priority] - group.part_start
-            deltas = group.part.deltas
-            if place < len(deltas):
-                offset = group.part.base + deltas[place]
-                return [_new(Pick, (offset, priority, True, None))] if offset < visible else []
+            lane = group.lane
+            part = group.part
+            place = group.cursor[lane >> 4] - group.part_start
+            if place < len(part.deltas):
+                offset = part.base + part.deltas[place]
+                if offset < visible:
+                    return _new(Picks, ([offset], [lane], _NO_ROWS))
+                return _NO_PICKS
         topic = self._topics.get(group.tid) or self._topic(group.tid)
         back = _Back(self, BACK, group, visible, now_us) if group.n_back else None
         suspect = None
@@ -202,14 +209,14 @@ class Ask(Change):
         cursor, tails = group.cursor, topic.tails
         queues = [p for p in topic.order if cursor[p] < tails[p]]
         if back is None and suspect is None and len(queues) <= 1:
-            return self._pick_queue(group, topic, queues[0], n, visible) if queues else []
-        return self._pick_merged(group, topic, n, visible, suspects, back, suspect)
+            return self._pick_queue(group, topic, queues[0], n, visible) if queues else _NO_PICKS
+        return picks_of(self._pick_merged(group, topic, n, visible, suspects, back, suspect))
 
     def _pick_queue(
         self, group: GroupState, topic: TopicState, priority: int, n: int, visible: int
-    ) -> list[Pick]:
+    ) -> Picks:
         """Pick from one queue, when that is all there is."""
-        picks: list[Pick] = []
+        picks: list[int] = []
         index, tail = group.cursor[priority], topic.tails[priority]
         if group.lane >> 4 != priority or index - group.part_start >= len(group.part.deltas):
             self._part(group, topic, priority)
@@ -222,16 +229,16 @@ class Ask(Change):
                 del offsets[bisect_left(offsets, visible) :]
                 tail = index + len(offsets)
             if not group.skipped:
-                picks += [_new(Pick, (offset, priority, True, None)) for offset in offsets]
+                picks += offsets
                 index += len(offsets)
                 continue
             for offset in offsets:
                 if self._skips(topic, offset):
                     self._pass(group, priority, index)
                 else:
-                    picks.append(Pick(offset, priority, True, None))
+                    picks.append(offset)
                 index += 1
-        return picks
+        return Picks(picks, [priority << 4 | FROM_QUEUE] * len(picks), _NO_ROWS)
 
     def _pass(self, group: GroupState, priority: int, index: int) -> None:
         """Move a cursor past an entry to be skipped, so that the next one does not look again."""
@@ -316,8 +323,7 @@ class Ask(Change):
     def peek(self, group: GroupState, n: int, now_us: int, *, visible: int = NEVER) -> list[int]:
         """Return what would be delivered next, in that order."""
         self.move_due(group, now_us)
-        picks = self.pick(group, n, visible=visible, now_us=now_us, suspects=ALL_SUSPECTS)
-        return [pick.offset for pick in picks]
+        return self.pick(group, n, visible=visible, now_us=now_us, suspects=ALL_SUSPECTS).offsets
 
     # What is held or waits
 

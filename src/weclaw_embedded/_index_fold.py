@@ -11,8 +11,6 @@ Nothing here reads the clock or the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from operator import itemgetter
 from struct import Struct
 from struct import error as struct_error
 from typing import Any, Final, TypeAlias
@@ -72,12 +70,11 @@ Told: TypeAlias = tuple[int, int, Sequence[Readable]]
 # one of a single message with it, and an ACK.
 _unpack_put: Final = Struct("<xBHI").unpack_from
 _unpack_deliver: Final = Struct("<2xHIQQQ").unpack_from
-_unpack_deliver_one: Final = Struct("<2xHIQQQQB").unpack
+_unpack_deliver_one: Final = Struct("<2xH4xQQQQB").unpack
 _unpack_ack: Final = Struct("<8xQQ").unpack_from
 _ACK_SIZE: Final = ACK_HEAD.size
 _DELIVER_SIZE: Final = DELIVER_HEAD.size
 _ONE_SIZE: Final = _DELIVER_SIZE + DELIVER_ITEM.size
-_FLAGS: Final = itemgetter(1)  # of an item of a DELIVER
 
 
 class Fold(Keep):
@@ -89,21 +86,21 @@ class Fold(Keep):
         Raises:
             IndexFullError: the transaction is over, nothing of it is in the index.
         """
+        groups, changed = self._groups, self._changed_groups
         try:
             for offset, time_us, parts in told:
                 record = parts[0] if len(parts) == 1 else b"".join(parts)
-                size = len(record)
-                kind = record[0] if size else 0
-                if kind == ACK and size >= _ACK_SIZE:
+                kind = record[0] if record else 0
+                if kind == ACK and len(record) >= _ACK_SIZE:
                     gid, message = _unpack_ack(record)
-                    group = self._groups.get(gid)
+                    group = groups.get(gid)
                     if group is None or group.fresh.pop(message, None) is None:
                         group = self._settle(gid, message, time_us)
                         if group is None:
                             continue
                     group.settled += 1
-                    self._changed_groups[gid] = group
-                    if size > _ACK_SIZE:
+                    changed[gid] = group
+                    if len(record) > _ACK_SIZE:
                         self._put(key_u64_u64(RESULT, gid, message), U64.pack(offset))
                 elif kind == DELIVER:
                     self._deliver(offset, time_us, record)
@@ -185,24 +182,13 @@ class Fold(Keep):
     # Deliver
 
     def _deliver(self, offset: int, time_us: int, record: Readable) -> None:
-        """Lease messages: those that are next in a queue in memory, to be written later."""
+        """Lease messages, as a record of the log says."""
         if len(record) == _ONE_SIZE:
-            count, tid, gid, owner, deadline_ns, message, flags = _unpack_deliver_one(record)
-            group = self._groups.get(gid)
-            if count == 1 and group is not None and flags == group.lane and not group.skipped:
-                # Most often: one message, and the next one of the queue that is at hand.
-                priority = flags >> 4
-                index = group.cursor[priority]
-                place = index - group.part_start
-                deltas = group.part.deltas
-                if place < len(deltas) and group.part.base + deltas[place] == message:
-                    group.cursor[priority] = index + 1
-                    group.fresh[message] = (priority, owner, deadline_ns)
-                    group.picks += 1
-                    if deadline_ns < group.next_deadline_ns:
-                        group.next_deadline_ns = deadline_ns
-                    self._changed_groups[gid] = group
-                    return
+            count, gid, owner, deadline_ns, message, flag = _unpack_deliver_one(record)
+            known = self._groups.get(gid)
+            if count == 1 and known is not None and gid >= GROUP_BIT:
+                self._lease_all(known, [message], [flag], owner, deadline_ns)
+                return
         elif len(record) < _DELIVER_SIZE:
             self._reject(offset, "a DELIVER that is too short")
             return
@@ -214,47 +200,83 @@ class Fold(Keep):
             self._reject(offset, f"a DELIVER to {gid}, which is no group")
             return
         group = self._groups.get(gid) or self._reader(tid, gid, offset, time_us)
-        topic = self._topics.get(group.tid) or self._topic(group.tid)
-        self._changed_groups[gid] = group
-        items = DELIVER_ITEM.iter_unpack(record[_DELIVER_SIZE:])
-        for flags, run in groupby(items, key=_FLAGS):
-            messages = [message for message, _ in run]
-            priority = flags >> 4
-            is_queued = flags & FROM_QUEUE and priority < PRIORITIES
-            at = 0
-            while at < len(messages):
-                n = self._hand_out(group, topic, priority, messages, at) if is_queued else 0
-                if n:
-                    lease = (priority, owner, deadline_ns)
-                    group.fresh.update(dict.fromkeys(messages[at : at + n], lease))
-                    at += n
-                else:
-                    self._write_leases()
-                    self._deliver_other(group, topic, messages[at], priority, owner, deadline_ns)
-                    at += 1
-        group.picks += count
+        items = [*DELIVER_ITEM.iter_unpack(record[_DELIVER_SIZE:])]
+        messages, flags = [one for one, _ in items], [flag for _, flag in items]
+        self._lease_all(group, messages, flags, owner, deadline_ns)
+
+    def lease(
+        self, group: GroupState, messages: list[int], flags: list[int], owner: int, deadline_ns: int
+    ) -> None:
+        """Do what a DELIVER of these messages to a group does: whoever has just written one knows
+        what it says, and need not have it applied. Raises as `apply` does.
+        """
+        try:
+            self._lease_all(group, messages, flags, owner, deadline_ns)
+            if self._in_use:
+                self._write_leases()
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
+    def _lease_all(
+        self, group: GroupState, messages: list[int], flags: list[int], owner: int, deadline_ns: int
+    ) -> None:
+        """Lease messages: those that are next in a queue in memory, to be written later."""
+        self._changed_groups[group.gid] = group
+        n = len(messages)
+        group.picks += n
         if deadline_ns < group.next_deadline_ns:
             group.next_deadline_ns = deadline_ns
+        lane = group.lane
+        if n == 1 and flags[0] == lane and not group.skipped:
+            # Most often: one message, and the next one of the queue that is at hand.
+            priority = lane >> 4
+            index = group.cursor[priority]
+            place = index - group.part_start
+            part = group.part
+            message = messages[0]
+            if place < len(part.deltas) and part.base + part.deltas[place] == message:
+                group.cursor[priority] = index + 1
+                group.fresh[message] = (priority, owner, deadline_ns)
+                return
+        topic = self._topics.get(group.tid) or self._topic(group.tid)
+        at = 0
+        while at < n:
+            priority = flags[at] >> 4
+            is_queued = flags[at] & FROM_QUEUE and priority < PRIORITIES
+            end = self._hand_out(group, topic, messages, flags, at) if is_queued else at
+            if end > at:
+                lease = (priority, owner, deadline_ns)
+                group.fresh.update(dict.fromkeys(messages[at:end], lease))
+                at = end
+            else:
+                self._write_leases()
+                self._deliver_other(group, topic, messages[at], priority, owner, deadline_ns)
+                at += 1
 
     def _hand_out(
-        self, group: GroupState, topic: TopicState, priority: int, messages: list[int], at: int
+        self, group: GroupState, topic: TopicState, messages: list[int], flags: list[int], at: int
     ) -> int:
         """Move a group's cursor past these messages from `at` on, as far as they are what is next
-        in a part of a queue; return how many that are.
+        in a part of one queue; return where that ends.
         """
+        flag = flags[at]
+        priority = flag >> 4
         part = self._part(group, topic, priority)
         place = group.cursor[priority] % CHUNK_ENTRIES
         most = 1 if group.skipped else len(messages) - at
         base = part.base
-        end = at
-        for delta in part.deltas[place : place + most]:
-            if base + delta != messages[end]:
-                break
-            end += 1
+        following = [base + delta for delta in part.deltas[place : place + most]]
+        end = at + len(following)
+        if following != messages[at:end] or flags.count(flag) < len(flags):
+            end = at
+            for one in following:
+                if one != messages[end] or flags[end] != flag:
+                    break
+                end += 1
         if end > at and group.skipped and self._skips(topic, messages[at]):
-            return 0
+            return at
         group.cursor[priority] += end - at
-        return end - at
+        return end
 
     def _deliver_other(
         self,

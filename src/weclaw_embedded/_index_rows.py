@@ -38,6 +38,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgpack
@@ -129,13 +130,34 @@ class Location(NamedTuple):
     priority: int
 
 
+class Picks(NamedTuple):
+    """Messages to deliver next, in that order: column by column, as hundreds are taken at once.
+
+    `flags` are what the items of a DELIVER say of each, its priority and whether it is from the
+    queue. `rows` has, by offset, what is known of those that were delivered before or have a key.
+    """
+
+    offsets: list[int]
+    flags: list[int]
+    rows: dict[int, Row]
+
+
 class Pick(NamedTuple):
-    """A message to deliver next; `row` is what is known of it if it was delivered before."""
+    """One of them, as long as it is looked for among others."""
 
     offset: int
     priority: int
     from_queue: bool
     row: Row | None
+
+
+def picks_of(picks: Sequence[Pick]) -> Picks:
+    """Return what was found one by one."""
+    return Picks(
+        [pick.offset for pick in picks],
+        [pick.priority << 4 | pick.from_queue for pick in picks],
+        {pick.offset: pick.row for pick in picks if pick.row is not None},
+    )
 
 
 # Messages that are neither merely in the queue nor done

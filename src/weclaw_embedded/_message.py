@@ -205,8 +205,9 @@ class Message(Told):
         the message is still held.
         """
         packed = b"" if result is None else _values.pack_value(result, "result")
-        queue = self._queue
-        self._settle(_settling.ack, packed, queue._policy)
+        lease = self._lease or self._held()
+        record = _records.pack_ack(lease.tid, lease.gid, lease.offset, packed)
+        self._settle(_settling.end, record, self._queue._policy)
 
     def nack(
         self, backoff: float | None = None, reason: str | None = None, *, count: bool = True

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from . import _delivery, _records
-from ._index import GroupState, Pick
+from ._index import GroupState, Pick, Picks, picks_of
 from ._records import META_DUE_US, META_EXPIRY_US, META_KEY
 from ._session import Session
 from .errors import CorruptError
@@ -102,7 +102,7 @@ class Order:
         visible: int,
         now_us: int,
         suspects: int,
-    ) -> list[Pick]:
+    ) -> Picks:
         """What to deliver next; for `_taking.take`."""
         self._learn(session, group, now_us)
         tx = session.tx
@@ -134,7 +134,7 @@ class Order:
                 picks.append(pick)
         for entry in not_now:
             heapq.heappush(heap, entry)
-        return picks
+        return picks_of(picks)
 
     @staticmethod
     def _is_ready(session: Session, group: GroupState, entry: Entry) -> bool:

@@ -148,17 +148,20 @@ def plain_start(codec: int, tid: int) -> Record:
 
 
 def pack_deliver(
-    tid: int, gid: int, owner: int, deadline_ns: int, items: Sequence[Sequence[Any]]
+    tid: int,
+    gid: int,
+    owner: int,
+    deadline_ns: int,
+    offsets: Sequence[int],
+    flags: Sequence[int],
 ) -> Record:
-    """Return a DELIVER of items that begin with offset, priority, from_queue."""
-    n = len(items)
+    """Return a DELIVER of messages; `flags`, of each, are its priority << 4 | FROM_QUEUE."""
+    n = len(offsets)
     if n == 1:
-        one = items[0]
-        flags = one[1] << 4 | one[2]
-        return (_DELIVER_ONE.pack(DELIVER, 0, 1, tid, gid, owner, deadline_ns, one[0], flags),)
+        one, flag = offsets[0], flags[0]
+        return (_DELIVER_ONE.pack(DELIVER, 0, 1, tid, gid, owner, deadline_ns, one, flag),)
     head = DELIVER_HEAD.pack(DELIVER, 0, n, tid, gid, owner, deadline_ns)
-    pack = DELIVER_ITEM.pack
-    return (head + b"".join([pack(item[0], item[1] << 4 | item[2]) for item in items]),)
+    return (b"".join([head, *map(DELIVER_ITEM.pack, offsets, flags)]),)
 
 
 def pack_ack(tid: int, gid: int, offset: int, result: bytes = b"") -> Record:

@@ -67,12 +67,11 @@ class ReplicatedSession(Session):
         policy: int = -1,
         *,
         puts: bool = False,
-        spare: bool = True,
-        flags: int = 0,
+        **how: Any,
     ) -> list[int]:
         if policy < 0:
-            return super().append(records, puts=puts, spare=spare, flags=flags)
-        offsets = super().append(records, REPLICA, puts=puts, spare=spare, flags=flags)
+            return super().append(records, puts=puts, **how)
+        offsets = super().append(records, REPLICA, puts=puts, **how)
         self.must_sync = True
         if puts and len(offsets) == 1 and self.puts is None:
             self.puts = offsets
@@ -152,15 +151,7 @@ class CopySession(Session):
 
     __slots__ = ()
 
-    def append(
-        self,
-        records: Any,
-        policy: int = 0,
-        *,
-        puts: bool = False,
-        spare: bool = True,
-        flags: int = 0,
-    ) -> list[int]:
+    def append(self, records: Any, policy: int = 0, **how: Any) -> list[int]:
         engine = self.engine
         logger.warning(
             "%s is a replica's copy and was not promoted; it is changed now, so its primary will "
@@ -169,7 +160,7 @@ class CopySession(Session):
         )
         write_role(engine.fd, engine.header, PRIMARY)
         self.page.words[REPLICATION] &= ~IS_COPY
-        return super().append(records, policy, puts=puts, spare=spare, flags=flags)
+        return super().append(records, policy, **how)
 
 
 def session_of(engine: Engine, mode: int) -> Session:

@@ -90,9 +90,11 @@ class Session:
         puts: bool = False,
         spare: bool = True,
         flags: int = 0,
+        apply: bool = True,
     ) -> list[int]:
         """Append one frame; returns the records' offsets. Raises DiskFullError, then nothing of it
-        is left. `spare`: may use the space kept so that a full disk can be worked off.
+        is left. `spare`: may use the space kept so that a full disk can be worked off. `apply`:
+        have the open index learn it; else the caller does that.
         """
         now_us = self.now_us
         offsets = self.log.append(records, policy, now_us, flags, spare=spare)
@@ -106,7 +108,7 @@ class Session:
             self._appended += fresh
         else:
             self._appended = fresh
-        if self._tx is not None:
+        if apply and self._tx is not None:
             self._tx.apply(fresh)  # at once: the next look must see it
         return offsets
 

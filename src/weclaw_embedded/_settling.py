@@ -22,20 +22,12 @@ from ._shared import LEASES_SEQ, mask_of
 from .errors import LeaseLostError
 
 
-def hold(session: Session, lease: Lease) -> None:
-    """Raise LeaseLostError unless this process holds the lease now.
-
-    No look-up: before its deadline, and under the lock, nobody else can have it, unless leases were
-    taken away meanwhile.
-    """
-    if session.page.words[LEASES_SEQ] != session.engine.leases_seen:
-        session.engine.forget_taken(session)
-    if lease.over or _clock.monotonic_ns() >= lease.deadline_ns:
-        raise _lost(lease)
-
-
 def hold_all(session: Session, leases: Iterable[Lease]) -> None:
-    """`hold` for each of these, which are of this process."""
+    """Raise LeaseLostError unless this process, whose they are, holds these leases now.
+
+    No look-up: before its deadline, and under the lock, nobody else can have one, unless leases
+    were taken away meanwhile.
+    """
     if session.page.words[LEASES_SEQ] != session.engine.leases_seen:
         session.engine.forget_taken(session)
     now_ns = _clock.monotonic_ns()
@@ -57,20 +49,33 @@ def _lost(lease: Lease) -> LeaseLostError:
     )
 
 
-def let_go(session: Session, lease: Lease) -> None:
-    """What was appended in this turn ends the lease."""
+def end(session: Session, lease: Lease, record: _records.Record, policy: int | None = None) -> None:
+    """Append what ends a lease, an ACK for one, if this process holds it now; see `hold_all`.
+    Without a `policy` nothing is promised.
+    """
+    engine = session.engine
+    if session.page.words[LEASES_SEQ] != engine.leases_seen:
+        engine.forget_taken(session)
+    if lease.over or _clock.monotonic_ns() >= lease.deadline_ns:
+        raise _lost(lease)
+    if policy is None:
+        session.append([record])
+    else:
+        session.append([record], policy)
+        if policy >= SYNC:
+            session.must_sync = True
     lease.over = True
-    session.engine.held.discard(lease)
+    engine.held.discard(lease)
     session.ended += (lease,)
     mask = mask_of(lease.tid)
     session.settled |= mask
     if lease.unblocks:
-        session.engine.suspects.discard(lease)
+        engine.suspects.discard(lease)
         session.ready |= mask  # the next of its key, or the next suspect, may go
 
 
 def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
-    """`let_go` for each of these."""
+    """What was appended in this turn ends these leases."""
     session.engine.let_go(leases)
     session.ended += tuple(leases)
     tid = mask = -1
@@ -81,14 +86,6 @@ def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
             session.settled |= mask
         if lease.unblocks:
             session.ready |= mask
-
-
-def ack(session: Session, lease: Lease, result: bytes, policy: int) -> None:
-    hold(session, lease)
-    session.append([_records.pack_ack(lease.tid, lease.gid, lease.offset, result)], policy)
-    if policy >= SYNC:
-        session.must_sync = True
-    let_go(session, lease)
 
 
 def nack(
@@ -102,7 +99,6 @@ def nack(
     policy: int,
 ) -> bool:
     """A failed delivery. True when it was the last one and the message is dead."""
-    hold(session, lease)
     failure = (session.now_us, reason, consumer) if count else None
     dies = count and lease.retry >= retry.max_retries
     if dies:
@@ -120,20 +116,15 @@ def nack(
             crash=lease.crash,
             failure=failure,
         )
-    session.append([record], policy)
-    session.must_sync |= policy >= SYNC
-    let_go(session, lease)
+    end(session, lease, record, policy)
     session.ready |= mask_of(lease.tid)
     return dies
 
 
 def fail(session: Session, lease: Lease, reason: str, consumer: str, policy: int) -> None:
     """Straight to the dead letters."""
-    hold(session, lease)
     failure = (session.now_us, reason, consumer)
-    session.append([_dead_of(session, lease, reason, failure)], policy)
-    session.must_sync |= policy >= SYNC
-    let_go(session, lease)
+    end(session, lease, _dead_of(session, lease, reason, failure), policy)
 
 
 def _dead_of(
@@ -152,26 +143,21 @@ def _dead_of(
 
 def release(session: Session, lease: Lease, undo: bool = False) -> None:
     """Ready again now, uncounted. `undo`: a delivery that nobody ever saw is none."""
-    hold(session, lease)
-    session.append(
-        [
-            _records.pack_return(
-                lease.gid,
-                lease.offset,
-                UNDO if undo else RELEASE,
-                delivery=lease.delivery - 1 if undo else lease.delivery,
-                retry=lease.retry,
-                crash=lease.crash,
-            )
-        ]
+    record = _records.pack_return(
+        lease.gid,
+        lease.offset,
+        UNDO if undo else RELEASE,
+        delivery=lease.delivery - 1 if undo else lease.delivery,
+        retry=lease.retry,
+        crash=lease.crash,
     )
-    let_go(session, lease)
+    end(session, lease, record)
     session.ready |= mask_of(lease.tid)
 
 
 def extend(session: Session, lease: Lease, seconds: float | None) -> None:
     """Count the lease anew from now."""
-    hold(session, lease)
+    hold_all(session, (lease,))
     deadline_ns = deadline_of(seconds)
     session.append([_records.pack_extend(lease.gid, lease.offset, deadline_ns)])
     if seconds is not None and seconds < SOON_S:

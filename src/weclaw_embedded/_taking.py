@@ -22,7 +22,7 @@ from ._delivery import (
     begin_group,
     place,
 )
-from ._index import GroupState, Pick, Row, Tx
+from ._index import GroupState, Picks, Row, Tx
 from ._options import RetryPolicy
 from ._records import DIED, LAPSED, NEVER
 from ._segments import SPARES
@@ -43,7 +43,7 @@ def take(
     n: int,
     visibility_s: float | None,
     waiter: Waiter | None,
-    choose: Callable[..., list[Pick]] | None = None,
+    choose: Callable[..., Picks] | None = None,
 ) -> Taken:
     """Lease up to `n` messages. With none, `waiter` is registered before the lock is given back,
     so that no wake-up falls between looking and waiting. `choose(session, group, n, visible=…,
@@ -53,7 +53,8 @@ def take(
     words = session.page.words
     if words[WAITERS]:
         engine.unmark()
-    session.check_writable()
+    if not session.may_write:
+        session.check_writable()
     tx = session.tx
     group = tx.group(address.gid)
     if group is None or not group.name:
@@ -76,7 +77,7 @@ def take(
                 picks = choose(
                     session, group, n, visible=visible, now_us=session.now_us, suspects=suspects
                 )
-            if picks:
+            if picks.offsets:
                 if not words[SPARES]:
                     picks = _endable(session, picks)
                 leases = _lease(session, address, group, picks, now_ns, visibility_s)
@@ -92,7 +93,7 @@ def take(
     return Taken([], dead, look_again_us)
 
 
-def _endable(session: Session, picks: list[Pick]) -> list[Pick]:
+def _endable(session: Session, picks: Picks) -> Picks:
     """What of `picks` may be leased where the disk is full: all that is leased must be able to end
     in what is left of the log's last segment. Raises DiskFullError when that is none.
     """
@@ -102,7 +103,7 @@ def _endable(session: Session, picks: list[Pick]) -> list[Pick]:
     tx = session.tx
     leased = sum(group.n_leased for topic in tx.topics() for group in tx.groups(topic.tid))
     n = log.room // _ENDING_BYTES - 1 - leased  # one is for the delivery itself
-    if n >= len(picks):
+    if n >= len(picks.offsets):
         return picks
     # Only now, as it costs a call: there may be room by now, and nobody has looked since.
     with contextlib.suppress(DiskFullError):
@@ -113,25 +114,26 @@ def _endable(session: Session, picks: list[Pick]) -> list[Pick]:
             f"the disk is full, and the {log.room} bytes left in the log are for the {leased} "
             "messages in flight to be ended with; nothing was taken; settle them, or make room"
         )
-    return picks[:n]
+    return Picks(picks.offsets[:n], picks.flags[:n], picks.rows)
 
 
 def _lease(
     session: Session,
     address: Address,
     group: GroupState,
-    picks: list[Pick],
+    picks: Picks,
     now_ns: int,
     visibility_s: float | None,
 ) -> list[Lease]:
     engine = session.engine
     log = session.log
+    offsets, flags, rows = picks
     tid, gid, holder = group.tid, group.gid, address.holder
     deadline_ns = NEVER if visibility_s is None else now_ns + int(visibility_s * 1e9)
     bits = log.bits
     segment = -1
-    leases, suspects = [], []
-    for offset, _, _, row in picks:
+    leases = []
+    for offset in offsets:
         if offset >> bits != segment:
             try:
                 salt = log.salt(offset)
@@ -143,17 +145,23 @@ def _lease(
         lease = Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder)
         if location:
             lease.location = location
-        if row is not None:
-            lease.know(row)
-            if row.crash:
-                suspects.append(lease)
         leases.append(lease)
-    record = _records.pack_deliver(tid, gid, engine.token, deadline_ns, picks)
-    session.append([record] if engine.introduced else [engine.owner_record(), record])
+    if rows:
+        for lease in leases:
+            row = rows.get(lease.offset)
+            if row is not None:
+                lease.know(row)
+    token = engine.token
+    record = _records.pack_deliver(tid, gid, token, deadline_ns, offsets, flags)
+    if engine.introduced:
+        session.append([record], apply=False)
+        session.tx.lease(group, offsets, flags, token, deadline_ns)
+    else:
+        session.append([engine.owner_record(), record])
     session.begun += (leases,)
     engine.hold(leases)
-    if suspects:
-        engine.suspects.update(suspects)
+    if rows:
+        engine.suspects.update([lease for lease in leases if lease.crash])
     return leases
 
 

@@ -76,8 +76,10 @@ checkpoint_groups = lists(
 #: Records that are well formed, and say whatever they like.
 hostile = st.one_of(
     puts(),
-    st.tuples(tids, gids, u64, u64, lists(places, priorities, st.booleans())).map(
-        lambda said: b"".join(_records.pack_deliver(*said))
+    st.tuples(tids, gids, u64, u64, lists(places, st.integers(0, 255))).map(
+        lambda said: b"".join(
+            _records.pack_deliver(*said[:4], [one for one, _ in said[4]], [f for _, f in said[4]])
+        )
     ),
     st.tuples(tids, gids, places, st.binary(max_size=4)).map(
         lambda said: b"".join(_records.pack_ack(*said))
@@ -182,7 +184,9 @@ FOUND = {
     "an ack of a group that was dropped meanwhile": [
         b"".join(_records.pack_group(0, GID ^ 1, "another")),
         b"".join(_records.pack_put(0, 2, 0, b"", b"first")),
-        b"".join(_records.pack_deliver(0, GID ^ 1, 7, _records.NEVER, [(200, 0, True)])),
+        b"".join(
+            _records.pack_deliver(0, GID ^ 1, 7, _records.NEVER, [200], [_records.FROM_QUEUE])
+        ),
         b"".join(_records.pack_group_drop(GID ^ 1)),
         b"".join(_records.pack_ack(0, GID ^ 1, 200, b"\x01")),
     ],
@@ -217,7 +221,8 @@ FOUND = {
         )
     ],
     "counters at their end": [
-        b"".join(_records.pack_deliver(0, GID, 7, 1, [(place, 0, True)])) for place in (164,)
+        b"".join(_records.pack_deliver(0, GID, 7, 1, [place], [_records.FROM_QUEUE]))
+        for place in (164,)
     ]
     + [
         b"".join(

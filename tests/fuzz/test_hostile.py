@@ -91,8 +91,10 @@ def with_number(fields: object, path: tuple[object, ...], number: int) -> object
 KINDS = tuple(kind for kind, fields in honest(64).items() if numbers_in(fields))
 #: Of the layouts that are fixed: the name of the one, and what makes it of two numbers.
 FIXED = {
-    "deliver": lambda a, b: _records.pack_deliver(0, GID, 7, b, [(a, 3, True), (a, 0, False)]),
-    "deliver, of whom": lambda a, b: _records.pack_deliver(b & 0xFFFFFFFF, a, b, b, [(b, 0, True)]),
+    "deliver": lambda a, b: _records.pack_deliver(0, GID, 7, b, [a, a], [3 << 4 | 1, 0]),
+    "deliver, of whom": lambda a, b: _records.pack_deliver(
+        b & 0xFFFFFFFF, a, b, b, [b], [_records.FROM_QUEUE]
+    ),
     "ack": lambda a, b: _records.pack_ack(0, GID, a, b"\1"),
     "ack, of whom": lambda a, b: _records.pack_ack(b & 0xFFFFFFFF, a, b, b""),
     "put": lambda a, b: _records.pack_put(
@@ -317,7 +319,7 @@ def test_counting_stops_at_its_end() -> None:
     full = _records.pack_return(
         GID, at, 3, delivery=2**32 - 1, retry=2**32 - 1, crash=0, failure=None
     )
-    deliver = _records.pack_deliver(0, GID, 7, 1, [(at, 0, True)])
+    deliver = _records.pack_deliver(0, GID, 7, 1, [at], [_records.FROM_QUEUE])
     records = [b"".join(deliver), b"".join(full)]
     with (
         targets.written(lambda log: targets.part(log, targets.payload(records))) as path,
