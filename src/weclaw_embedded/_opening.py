@@ -66,7 +66,7 @@ from .wal import COMMIT, LAST_FRAME, TAIL, Log, Recovery
 # Bytes past the largest offset of the log, so that no lock ever covers data.
 LOCKS_AT: Final = 1 << 62
 IN_USE: Final = LOCKS_AT
-WRITE: Final = LOCKS_AT + 1
+WRITE: Final = LOCKS_AT + 1  # taken by `_files.bound_lock` alone
 RECEIVER: Final = LOCKS_AT + 2  # a replica's receiver and promote; shared: who has a queue open
 FEEDER: Final = LOCKS_AT + 3  # whoever feeds this file's replica
 OWNER: Final = LOCKS_AT + 16
@@ -462,7 +462,8 @@ def _new_shift(log: Log) -> int:
 def take_owner_slot(fd: int, page: SharedPage) -> tuple[int, int]:
     """Lock a free owner slot and put a random token there."""
     token = secrets.randbits(63) | 1
-    _files.lock(fd, WRITE, True)
+    lock, unlock = _files.bound_lock(fd, WRITE)
+    lock()
     try:
         for want_free in (True, False):
             for slot in range(MAX_OWNERS):
@@ -476,7 +477,7 @@ def take_owner_slot(fd: int, page: SharedPage) -> tuple[int, int]:
                 page.set_token(slot, token)
                 return slot, token
     finally:
-        _files.unlock(fd, WRITE)
+        unlock()
     raise LockedError(
         f"{MAX_OWNERS} processes have this file open, which is the limit; nothing was changed; "
         "close some of them"

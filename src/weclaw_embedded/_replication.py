@@ -42,7 +42,7 @@ from ._feeder import (
     read_record,
 )
 from ._format import FENCED
-from ._opening import FEEDER, WRITE
+from ._opening import FEEDER
 from ._session import ALL
 from ._shared import (
     FAILED,
@@ -363,12 +363,12 @@ class Replication:
         words = self._page.words
         with engine._lock:
             try:
-                _files.lock(engine.fd, WRITE, True)
+                engine._lock_file()
                 if self._is_behind(link):
                     return
                 words[FEEDER_SLEEPS] = engine.slot + 1
             finally:
-                _files.unlock(engine.fd, WRITE)
+                engine._unlock_file()
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         poll.register(link.channel.out_fd, 0)  # only its end
@@ -434,7 +434,7 @@ class Replication:
             logger.warning("%s: that it is fenced can't be recorded: %s", engine.path, error)
         with engine._lock:
             try:
-                _files.lock(engine.fd, WRITE, True)
+                engine._lock_file()
                 words[FENCED_BY] = epoch
                 words[REPLICATION] |= IS_FENCED
                 kept = words[TAIL] - words[REPLICA_AT]
@@ -443,7 +443,7 @@ class Replication:
                 ready = self._page.take_waiting(READY, ALL)
                 settled = self._page.take_waiting(SETTLED, ALL)
             finally:
-                _files.unlock(engine.fd, WRITE)
+                engine._unlock_file()
         logger.error(
             "%s: its copy %s was promoted (epoch %d): this file takes no more writes. %s",
             engine.path,

@@ -24,7 +24,7 @@ from typing import Final
 from . import _files
 from .wal import COMMIT, LAST, TAIL, LogState
 
-PAGE_VERSION: Final = 1
+PAGE_VERSION: Final = 2
 MAX_OWNERS: Final = 1024
 FEED_PIPE: Final = MAX_OWNERS  # the pipe of whoever feeds the replica, named like the owners'
 SLOTS_STEP: Final = 1024
