@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from typing import Any
 
 import pytest
+from tests.helpers.processes import Child
 from tests.helpers.queues import drain, eventually
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _folding
 from weclaw_embedded._format import CHECKPOINT_FRAME
 from weclaw_embedded._index import Index
-from weclaw_embedded._index_rows import HEAD
+from weclaw_embedded._index_rows import GROUP, HEAD, U64, GroupState
 from weclaw_embedded.wal import TAIL
 
 BODY = "x" * 1000
@@ -171,3 +173,117 @@ def test_what_recovery_folds_is_what_is_folded_after_it(path, tmp_path, monkeypa
             tx.commit(tail, 0)
             assert rows(index) == rows(engine.index)
         index.close()
+
+
+# By several processes -----------------------------------------------------------------------------
+
+
+def take_turns(pipe, path, ahead_bytes):
+    """Do what the parent says, each time something drawn by the number it says."""
+    state = weclaw._index_state
+    state._MOST_AHEAD_BYTES = ahead_bytes
+    join, joined = state.State.join, []
+    state.State.join = lambda tx: (joined.append(tx.leader), join(tx))
+    queues = [
+        weclaw.Queue(path, topic, group=group, visibility_timeout=None, flush="os")
+        for topic, group in (("default", "default"), ("default", "other"), ("second", "default"))
+    ]
+    held = []
+    while True:
+        seed = pipe.recv()
+        if seed is None:
+            pipe.send(len(joined))
+            break
+        draw = random.Random(seed)
+        q = draw.choice([queues[0], queues[0], *queues])
+        plain = draw.random() < 0.9  # which an index in memory can be told without its rows
+        kind = draw.choice("ppgggaa" if plain else "rnfmkid")
+        if kind == "p":
+            q.put([seed, "x" * draw.randrange(300)])
+        elif kind == "k":
+            q.put(seed, key=f"k{draw.randrange(2)}", ttl=draw.choice([None, 1000]))
+        elif kind == "i":
+            q.put(seed, id=f"i{draw.randrange(5)}", priority=draw.randrange(3))
+        elif kind == "d":
+            q.put(seed, delay=draw.choice([0.001, 1000.0]))
+        elif kind == "m":
+            q.put_many(range(draw.randrange(1, 20)))
+        elif kind == "g":
+            try:
+                held += q.get_many(draw.choice([1, 1, 1, 4]), block=False)
+            except weclaw.Empty:
+                pass
+        elif held:
+            msg = held.pop(0 if plain else draw.randrange(len(held)))
+            if kind == "r":
+                msg.release()
+            elif kind == "n":
+                msg.nack(backoff=0.0)
+            elif kind == "f":
+                msg.fail("no")
+            else:
+                msg.ack(result=seed if draw.random() < 0.1 else None)
+        pipe.send(kind)
+    pipe.recv()
+
+
+def told(stored: dict[bytes, bytes]) -> dict[bytes, Any]:
+    """What rows say, but for what each process may know for itself: of a group, how far it looked
+    past what is skipped, by when the next lease ends at the earliest, which deaths it has seen.
+    """
+    found: dict[bytes, Any] = dict(stored)
+    for key, value in stored.items():
+        if key.startswith(GROUP):
+            group = GroupState.unpack(U64.unpack(key[1:])[0], value)
+            ahead = [sum(group.cursor) + group.skipped]
+            names = {"cursor", "skipped", "next_deadline_ns", "dead_seen", "text"}
+            names |= {"fresh", "part", "part_start", "lane", "topic", "order"}
+            found[key] = ahead + [
+                getattr(group, name) for name in GroupState.__slots__ if name not in names
+            ]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ahead_bytes", [2000, 10_000])
+def test_processes_that_fold_in_turns_leave_what_one_would(path, tmp_path, seed, ahead_bytes):
+    """Whoever commits, follows or is killed: the index has what a fold of the whole log gives."""
+    q = weclaw.Queue(path)
+    engine = q._engine
+    draw = random.Random(seed)
+    crew = [Child(take_turns, str(path), ahead_bytes) for _ in range(3)]
+    joined = 0
+    try:
+        for number in range(500):
+            if number == 250:
+                crew[0].close()
+                crew[0] = Child(take_turns, str(path), ahead_bytes)
+            one = draw.choice(crew)
+            one.say(draw.randrange(2**30))
+            one.hear()
+        for one in crew:
+            one.say(None)
+            joined += one.hear()
+
+        soon_us = engine.now_us() + 10_000_000
+
+        def level(session: Any) -> None:
+            for group in session.tx.groups():
+                session.tx.move_due(group, soon_us)
+            session.must_index = True
+
+        engine.execute(level)
+        index = Index.open(tmp_path / "anew", create=True)
+        with engine._lock:
+            tx = index.write()
+            Anew(engine, index).fold_all(tx)
+            for group in tx.groups():
+                tx.move_due(group, soon_us)
+            tx.commit(engine.page.words[TAIL], 0)
+            assert told(rows(index)) == told(rows(engine.index))
+        index.close()
+    finally:
+        for one in crew:
+            one.close()
+    assert joined > 3
+    q.close()

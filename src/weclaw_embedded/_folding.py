@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from ._index import Index, IndexFullError, Tx
+from ._index import BehindError, Index, IndexFullError, Tx
 from ._rebuild import Last, fold_in_parts, seed
 from ._session import Appended, Session
 from ._shared import SharedPage
@@ -29,6 +29,11 @@ _MOST_REMEMBERED_BYTES: Final = 64 << 10
 # How far the index may be behind, and in what parts it then follows.
 _MOST_LEFT_BYTES: Final = 256 << 20
 _PART_BYTES: Final = 2 << 20
+
+
+def _give_up(offset: int, reason: str) -> None:
+    """Whoever folded this before may have had it in memory, and whole."""
+    raise BehindError
 
 
 class Folding:
@@ -51,6 +56,8 @@ class Folding:
 
     def catch_up(self, tx: Tx) -> None:
         """Apply everything written and not yet applied. The caller holds the write lock."""
+        if tx.leader is not None:
+            self._join_leader(tx)
         applied = tx.applied
         tail = self.page.words[TAIL]
         if applied == self._written_from and tail == self._written_to:
@@ -69,6 +76,20 @@ class Folding:
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
             last = fold_in_parts(self.index, tx, self.log, found, applied)
             self.log.keep_at_hand(last.found)
+
+    def _join_leader(self, tx: Tx) -> None:
+        """Bring memory to where another process has brought LMDB, by what the log has in between;
+        where that is not enough, what LMDB has is read.
+        """
+        start, end = tx.applied, tx.leader[0] if tx.leader else 0
+        try:
+            if start < self.log.head_offset:
+                raise BehindError
+            tx.apply_many(self.log.stretches(start, end, on_damage=_give_up))
+            tx.join()
+        except BehindError:
+            tx.abort()
+            self.index.write()
 
     def fold_behind(self, *, busy: bool) -> None:
         """Fold what nobody has looked at yet: one part when it is a lot, all of it when not much

@@ -28,10 +28,11 @@ from . import _files
 from ._index_ask import Ask
 from ._index_many import Frame, Many
 from ._index_rows import GroupState, Location, Pick, Picks, Row, TopicState, picks_of
-from ._index_state import IndexFullError
+from ._index_state import BehindError, IndexFullError
 from .errors import DiskFullError
 
 __all__ = [
+    "BehindError",
     "Frame",
     "GroupState",
     "Index",
@@ -197,10 +198,11 @@ class Index:
             with contextlib.suppress(FileNotFoundError):
                 (Path(directory) / name).unlink()
 
-    def write(self) -> Tx:
+    def write(self, may_follow: bool = False) -> Tx:
         """Begin the transaction; the caller holds the write lock and no other of this process is.
 
-        The same object comes every time, armed anew.
+        The same object comes every time, armed anew. With `may_follow` it may have a `leader`, to
+        where the caller then brings it.
         """
         tx = self._tx
         if tx._txn is not None:
@@ -208,7 +210,8 @@ class Index:
         commits = tx._commits
         if commits is None or commits[0] != tx._known_commits:
             try:
-                tx._arm()
+                if not (may_follow and tx.stay()):
+                    tx._arm()
             except BaseException:
                 tx.abort()
                 raise

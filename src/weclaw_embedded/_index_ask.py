@@ -163,6 +163,8 @@ class Ask(Change):
             self._unrank(group, offset, row)
             self._rank(group, offset, row, now_us)
             moved += 1
+        if moved:
+            self._must_commit()  # whoever only folds the log does not know of it
         return moved
 
     def pick(

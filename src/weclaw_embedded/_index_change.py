@@ -72,7 +72,7 @@ class Change(Moves):
             topic.name = said.name
             self._changed_topics[topic.tid] = topic
             self._put(name_key(said.name), U32.pack(topic.tid))
-            self._reshape()
+            self._must_commit()
 
     def _begin_group(self, said: Group, offset: int, time_us: int) -> None:
         group = self.group(said.gid)
@@ -80,7 +80,7 @@ class Change(Moves):
             if not group.name:  # made by a delivery whose GROUP record was damaged
                 group.name = said.name
                 self.touch(group)
-                self._reshape()
+                self._must_commit()
             return
         if said.start == "earliest":
             start = 0
@@ -108,7 +108,7 @@ class Change(Moves):
                 if self._get(MOVED + key[9:]) is not None:
                     self._leave_template(tid, U64.unpack(key[9:])[0], time_us)
         self._readers = None
-        self._reshape()
+        self._must_commit()
         return group
 
     def _reader(self, tid: int, gid: int, offset: int, time_us: int) -> GroupState:
@@ -145,7 +145,7 @@ class Change(Moves):
         del self._groups[said.gid]
         self._changed_groups.pop(said.gid, None)
         self._readers = None
-        self._reshape()
+        self._must_commit()
 
     def _pause(self, said: Pause, offset: int, time_us: int) -> None:
         group = self.group(said.gid)

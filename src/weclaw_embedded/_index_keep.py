@@ -130,7 +130,7 @@ class Keep(Notes):
         if not topic.name and said.name:
             topic.name = said.name
             self._put(name_key(said.name), U32.pack(said.tid))
-            self._reshape()
+            self._must_commit()
         self._changed_topics[said.tid] = topic
         return topic
 
@@ -161,7 +161,7 @@ class Keep(Notes):
             group.skipped = self._skipped_ahead(group, topic)
         if not group.name:
             group.name = said.name
-            self._reshape()
+            self._must_commit()
         group.start, group.created = said.start, said.created
         group.settled, group.retries, group.picks = said.settled, said.retries, said.picks
         group.paused_until_us, group.pause_reason = said.paused_until_us, said.pause_reason

@@ -2,8 +2,9 @@
 
 One `State` lives as long as its index and is armed anew for each transaction, so that topics,
 groups and the chunks at the ends of queues stay in memory between them.  They are trusted only if
-the sequence number in the head row is the one this process committed last; otherwise another
-process has written and they are read again when needed.  Chunks that are full never change.
+the sequence number in the head row is the one this process saw last; otherwise another process has
+written, and they are read again when needed, or brought on by the little of the log that the other
+one had more (`join`).  Chunks that are full never change.
 
 Topics, groups and queue ends are written at commit and not before, so that folding a thousand
 records writes each of them once.  Between commits the memory may be ahead of LMDB, where all
@@ -65,6 +66,12 @@ class IndexFullError(DiskFullError):
     """
 
 
+class BehindError(Exception):
+    """A row is wanted of LMDB, where another process has it as of later than what is in memory;
+    internal: what is in memory is given up then.
+    """
+
+
 class State:
     """Topics, groups, queues and rows within one transaction."""
 
@@ -78,6 +85,8 @@ class State:
         self._behind: dict[bytes, bytes | None] = {}
         self._plain: dict[int, set[int]] = {}
         self.stored = 0  # so far LMDB has it
+        # As in the head row: what another process has brought LMDB to, while memory is behind it.
+        self.leader: tuple[int, int, int, int] | None = None
         self._wait()
         self._topics: dict[int, TopicState] = {}
         self._groups: dict[int, GroupState] = {}
@@ -145,6 +154,8 @@ class State:
     def _open(self) -> lmdb.Transaction[bytes]:
         txn = self._txn
         if txn is None:
+            if self.leader is not None:
+                raise BehindError
             try:
                 txn = self._txn = self.room.begin()
             except lmdb.Error as error:
@@ -229,9 +240,47 @@ class State:
         self._may_keep()
         if self._sequence != self._known_sequence or self.applied != before:
             self._forget()
-        if self._shape != self._known_shape:
-            self._readers = None
+            self._known_sequence = self._sequence
             self._known_shape = self._shape
+
+    def stay(self) -> bool:
+        """See whether what is known still holds, or can be brought to where another process has
+        brought LMDB by folding the little that is between: then `leader` says where that is, and
+        `join` is to be called there. False if it must be read anew.
+        """
+        commits = self._commits
+        if self._known_sequence < 0 or commits is None:
+            return False
+        head = self._look(HEAD)
+        if head is None:
+            return False
+        applied, crc, sequence, shape, last_frame = HEAD_ROW.unpack(head)
+        if sequence == self._known_sequence:
+            self._known_commits = commits[0]  # whoever counted it did not live to commit it
+        elif shape == self._known_shape and 0 <= applied - self.applied <= _MOST_AHEAD_BYTES:
+            self.leader = applied, crc, last_frame, sequence
+        else:
+            return False
+        txn = self._txn
+        self._wait()
+        if txn is not None:
+            txn.abort()
+        return True
+
+    def join(self) -> None:
+        """Memory has all that the leader had: what another process wrote of it to LMDB is as if
+        this one had.
+        """
+        assert self.leader is not None, "it said so"
+        assert not self._touched, "else the shape is another one"
+        for topic in self._changed_topics.values():
+            topic.changed = 0
+        self._write_leases()
+        self._behind.clear()
+        applied, crc, last_frame, self._sequence = self.leader
+        self.leader = None
+        self._done(applied, crc, last_frame)
+        self._may_keep()
 
     def keep(self, applied: int) -> bool:
         """Leave what was learned in memory alone, if that will do for now; False if it is to be
@@ -251,9 +300,12 @@ class State:
         self._keep_to = self.stored + _MOST_AHEAD_BYTES if self._commits is not None else -1
 
     def _must_commit(self) -> None:
-        """What changed must not be left in memory alone."""
+        """What changed must not be left in memory alone, and what other processes know is over:
+        topics or groups came or went, or it is nothing that the log says.
+        """
         self._touched = True
         self._keep_to = -1
+        self._shape = (self._shape + 1) % 2**32
 
     def _forget(self) -> None:
         """Drop what is known of the index, full chunks excepted."""
@@ -266,6 +318,7 @@ class State:
         self._touched = False
         self._behind.clear()
         self._plain.clear()
+        self.leader = None
         self._known_sequence = -1
         self._known_shape = -1
         self._known_commits = -1
@@ -444,11 +497,6 @@ class State:
                     self._readers.setdefault(tid, []).append(gid)
         return self._readers
 
-    def _reshape(self) -> None:
-        """Topics or groups came or went: what other processes know of them is over."""
-        self._shape = self._known_shape = (self._shape + 1) % 2**32
-        self._must_commit()
-
     def _new_topic(self, tid: int, name: str) -> TopicState:
         topic = self._topics[tid] = TopicState(tid, name)
         self._changed_topics[tid] = topic
@@ -458,7 +506,7 @@ class State:
         template = self._groups[tid] = GroupState(tid, tid, "")
         self._changed_groups[tid] = template
         self._put(key_u64(GROUP, tid), template.pack())
-        self._reshape()
+        self._must_commit()
         return topic
 
     def _topic(self, tid: int) -> TopicState:

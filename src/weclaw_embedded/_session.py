@@ -76,7 +76,7 @@ class Session:
         return self._tx or self._open()
 
     def _open(self) -> Tx:
-        tx = self._tx = self.engine.index.write()
+        tx = self._tx = self.engine.index.write(True)
         self.engine.catch_up(tx)
         if self._appended:
             tx.apply(self._appended)
