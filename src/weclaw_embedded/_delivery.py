@@ -294,7 +294,11 @@ def new_waiter(kind: int) -> Waiter:
 
 
 def set_aside(session: Session, offset: int, reason: str) -> None:
-    """A message whose bytes are damaged: out of every group, told of in `verify` and `stats`."""
+    """A message whose bytes are damaged: out of every group, told of in `verify` and `stats`. Who
+    only looks leaves that to those who write.
+    """
+    if not session.may_write:
+        return
     session.append([_records.pack_damaged([(offset, clipped(reason))])])
     engine = session.engine
     engine.lose([lease for lease in engine.held if lease.offset == offset])

@@ -9,6 +9,8 @@ It must not know what frames are, but for the first part by which two doubles ar
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 from . import _files
 from ._format import (
     HEAD_RECORD_AT,
@@ -46,8 +48,12 @@ __all__ = [
     "erase_header",
     "find_segments",
     "find_spares",
+    "recorded_head",
     "restore_copies",
 ]
+
+# How often the slots are looked at when all that was found is let go of meanwhile.
+_LOOKS: Final = 16
 
 HEADER_HEALED = "a copy of the header block was damaged; it was written anew from the other"
 
@@ -60,11 +66,11 @@ def count_slots(log: Segments) -> int:
 def find_segments(log: Segments) -> None:
     """Fill the slot table, HEAD and LAST from the slot headers and the head record."""
     words = log.state.words
-    n_slots = count_slots(log)
-    headers = _slot_headers(log, n_slots)
-    recorded = unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
-    last = max((header.segment for header in headers.values()), default=-1)
-    head = max([recorded, *(header.head for header in headers.values())])
+    look = _look_at_slots(log)
+    if log.readonly:
+        # Others may write meanwhile.
+        look = _look_until_sure(log, look)
+    n_slots, headers, recorded, head, last = look
     if head > last:
         # What is there, if anything, was let go of long ago: to believe it would bring back what
         # was settled.
@@ -108,6 +114,63 @@ def find_segments(log: Segments) -> None:
             if headers[slot].segment >= head:
                 # Another one's double, which must not be taken for it the next time.
                 erase_header(log, slot)
+
+
+class _Look(NamedTuple):
+    """What was found at one look at all slots."""
+
+    n_slots: int
+    headers: dict[int, SlotHeader]
+    recorded: int  # what the head record says, read after the slots
+    head: int
+    last: int  # -1: none
+
+    def last_missing(self) -> int:
+        """The last segment from the head on that has no slot, though a later one has; else -1."""
+        numbers = {header.segment for header in self.headers.values()}
+        missing = self.last
+        while missing in numbers:
+            missing -= 1
+        return missing if missing >= self.head else -1
+
+    def until(self, segment: int) -> _Look:
+        """The same without what begins later."""
+        headers = {slot: one for slot, one in self.headers.items() if one.segment <= segment}
+        last = max((header.segment for header in headers.values()), default=-1)
+        return self._replace(headers=headers, last=last)
+
+
+def _look_at_slots(log: Segments) -> _Look:
+    n_slots = count_slots(log)
+    headers = _slot_headers(log, n_slots)
+    recorded = recorded_head(log)
+    last = max((header.segment for header in headers.values()), default=-1)
+    head = max([recorded, *(header.head for header in headers.values())])
+    return _Look(n_slots, headers, recorded, head, last)
+
+
+def _look_until_sure(log: Segments, look: _Look) -> _Look:
+    """Look again where a segment is missing: it may have begun in a slot that was read before, or
+    been let go of.
+
+    A segment that was seen before a look began is found by it, or the head record, which is
+    written before a slot is overwritten and read after the slots, says that it is gone.
+    """
+    for _ in range(_LOOKS):
+        if look.head <= look.last and look.last_missing() < 0:
+            break
+        before, look = look, _look_at_slots(log)
+        known = look.until(before.last)
+        if known.head <= known.last:
+            return known
+        if look.recorded == before.recorded:
+            break  # nothing was let go of, and still nothing is there
+    return look
+
+
+def recorded_head(log: Segments) -> int:
+    """The head that the file records; 0 when it records none that is whole."""
+    return unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
 
 
 def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:

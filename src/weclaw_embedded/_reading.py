@@ -214,7 +214,7 @@ class Reading(Segments):
                 pieces.append(piece)
                 missing -= len(piece)
         except BadPartError as bad:
-            if offset >> self.bits < self.state.words[HEAD]:  # freed while we looked
+            if self.is_gone(offset >> self.bits):  # freed while we looked
                 self._gone(offset)
             raise CorruptError(offset, f"{bad.reason} (at {bad.offset})") from None
         except MissingSegmentError as error:
@@ -227,7 +227,7 @@ class Reading(Segments):
     def _no_record(self, offset: int) -> NoReturn:
         """Say why there is no record at `offset`: damage, or none ever began there."""
         segment = offset >> self.bits
-        if segment < self.state.words[HEAD]:
+        if self.is_gone(segment):
             self._gone(offset)
         spots: list[tuple[int, str]] = []
         last_end = segment << self.bits

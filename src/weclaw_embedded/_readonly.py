@@ -6,6 +6,12 @@ the scratch folder, which it reads only to learn whose leases are those of livin
 
 What it judges (leases run out, deaths, expiries) is judged in a transaction that is dropped, so
 its answers are what a writer would say at that moment, and nothing of it stays.
+
+It has no lock, so others write and give space back while it reads. It calls nothing damage of which
+it can't be sure: what stands in a segment that the file's head record says is gone is none, and
+where that was met, or may have been, it looks again. Why what is left is sure: below the end that
+was found all frames are whole before they are read once more to be folded, and space is overwritten
+only after the head record says so.
 """
 
 from __future__ import annotations
@@ -16,27 +22,34 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files
 from ._engine import Engine
+from ._finding import recorded_head
+from ._format import FIRST, SLOT_BYTES
 from ._index import Index, Tx
 from ._opening import OWNER, attach_page, check_path, is_new, read_header
 from ._options import StoreOptions
+from ._scan import BadPartError, collect
 from ._scratch import PAGE_NAME, scratch_of
+from ._segments import Segments
 from ._session import Record, Session
-from ._shared import DEAD_SEQ, SHIFT
+from ._shared import DEAD_SEQ, FAILED, SHIFT
 from ._wake import Timer, Waiter, Waker
 from ._watch import asker_of
-from .errors import ClosedError, StorageError
-from .wal import TAIL, Log, LogState
+from .errors import ClosedError, CorruptError, StorageError
+from .wal import COMMIT, HEAD, LAST, TAIL, Log, LogState
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 _WORDS = 512
 LOOK_AGAIN_S = 0.25
+# How often it looks anew when what it reads is given back meanwhile.
+_LOOKS: Final = 50
+_READS: Final = 3  # of a record that may be half written
 
 
 class _Page(LogState):
@@ -49,6 +62,18 @@ class _Page(LogState):
 
     def owners(self) -> Iterator[tuple[int, int]]:
         return iter(self.living)
+
+    def has_let_go(self, log: Segments, segment: int) -> bool:
+        """Asks the file, for nobody tells a looker. As long as what it has come upon is still kept,
+        HEAD is left where it was found: the index is of that moment.
+        """
+        for _ in range(_READS):
+            head = recorded_head(log)
+            if head:
+                if segment < head:
+                    self.words[HEAD] = max(self.words[HEAD], head)
+                break
+        return segment < self.words[HEAD]
 
     def visible(self, tail: int) -> int:
         return tail
@@ -124,7 +149,10 @@ class ReadonlyEngine(Engine):
         self.forked = self.closed = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._head = -1
+        # Where the log ended that is in the index; offset and checksum of its last frame.
+        self._folded = (0, 0, 0)
+        self._shift: int | None = None  # what those who write add to the clock
+        self._is_doubtful = False  # the index may say what the log does not
         self._adopted = []
         self.known_options = {}
         self.effective = {}
@@ -132,37 +160,102 @@ class ReadonlyEngine(Engine):
 
     def execute(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """Run `operation` on what the file says now, and drop what it judged."""
+        words = self._looked.words
+        gone: LookupError | None = None
         with self._lock:
-            if self.closed:
-                raise ClosedError(f"{self.path} is closed; open it again")
-            self._follow()
-            session = _Session(self)
-            session._tx = self.index.write()
-            try:
-                return operation(session, *args)
-            finally:
-                session._tx.abort()
-                session._tx = None
+            for _ in range(_LOOKS):
+                self._follow()
+                head = words[HEAD]
+                session = _Session(self)
+                session._tx = self.index.write()
+                try:
+                    result = operation(session, *args)
+                    if words[HEAD] == head:
+                        return result
+                except LookupError as error:
+                    if words[HEAD] == head:
+                        raise
+                    gone = error
+                finally:
+                    session._tx.abort()
+                    session._tx = None
+                # It came upon what was let go of since: its answer may be that of no moment.
+            raise self._too_fast() from gone
 
     def _follow(self) -> None:
-        """Find the end of the log as it is now and fold what is new into the index."""
+        """Bring the index level with the log as it is now."""
+        if self.closed:
+            raise ClosedError(f"{self.path} is closed; open it again")
+        gone: LookupError | None = None
+        for _ in range(_LOOKS):
+            try:
+                self._find_end(self._look_at_page())
+                self._fold()
+                return
+            except LookupError as error:  # it was let go of while it was read
+                gone = error
+        raise self._too_fast() from gone
+
+    def _too_fast(self) -> StorageError:
+        return StorageError(
+            f"{self.path} was looked at {_LOOKS} times, and each time what was to be read was "
+            "settled, and its space used again, before it was read; nothing is wrong with it, and "
+            "nothing was changed; look again, or open it without readonly"
+        )
+
+    def _find_end(self, whole_to: int) -> None:
+        """Find the end of the log. Raises LookupError if that is gone before it is known."""
+        log = self.log
         words = self._looked.words
-        before = words[TAIL]
-        self.log.recover(commit=before, cache_is_true=True, whole=self._head < 0, failed=False)
-        self._look_at_owners()
-        head = self.log.head_offset
+        tail, last, checksum = self._folded
+        log.recover(commit=max(tail, whole_to), cache_is_true=True, whole=not tail, failed=False)
+        if log.is_gone(words[LAST]):
+            # Its zeros would have passed for the end.
+            raise LookupError(f"segment {words[LAST]} is no longer kept")
+        # Those who write go on from there, whatever can't be read before it.
+        words[TAIL] = max(words[TAIL], whole_to)
+        if last and last >> log.bits >= words[HEAD] and log.checksum(last) != checksum:
+            self._is_doubtful = True  # cut off after a power cut or a failed sync: it went on anew
+        if self._shift is None:
+            self.shift = max(_clock.wall_us(), log.last_time_us()) - _clock.boottime_us()
+        else:
+            self.shift = self._shift
+
+    def _fold(self) -> None:
+        """Fold what is new into the index."""
+        log = self.log
+        tail = self._looked.words[TAIL]
         tx = self.index.write()
         try:
-            if tx.applied and (tx.applied < head or words[TAIL] < before):
+            fits = log.head_offset <= tx.applied <= tail and not self._is_doubtful
+            if tx.applied and not (fits and not self._is_mended(tx)):
                 tx.abort()
                 self._begin_anew()
                 tx = self.index.write()
+            self._is_doubtful = False
             self.catch_up(tx)
-            tx.commit(words[TAIL], 0)
+            tx.commit(tail, 0)
         except BaseException:
             tx.abort()
             raise
-        self._head = head
+        self._folded = (tail, *log.last_frame)
+
+    def _is_mended(self, tx: Tx) -> bool:
+        """Whether something can be read by now that was passed over as damaged."""
+        return any(_is_readable(self.log, offset) for offset, _ in tx.damage())
+
+    def heal(self, start: int, end: int, replica: object = None, *, insist: bool = False) -> bool:
+        """A looker mends nothing; what it could not read it says of the whole file anew."""
+        self._is_doubtful = True
+        return False
+
+    def verify(self, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
+        """See `Engine.verify`. What is found is looked at once more: it may just be mended."""
+        found = super().verify(seen)
+        if found:
+            again = super().verify()
+            found = [one for one in again if one in found]
+        return found
 
     def _begin_anew(self) -> None:
         self.index.close(sync=False)
@@ -170,24 +263,30 @@ class ReadonlyEngine(Engine):
         os.mkdir(self._own)
         self.index = Index.open(self._own, create=True)
 
-    def _look_at_owners(self) -> None:
+    def _look_at_page(self) -> int:
+        """Learn who lives, and what time it is. Returns how far the log is whole for certain, by
+        those who write; 0 where nobody says.
+        """
         words = self._looked.words
         words[DEAD_SEQ] += 1  # look through all leases each time
         self._looked.living = []
-        self.shift = max(_clock.wall_us(), self.log.last_time_us()) - _clock.boottime_us()
+        self._shift = None
         if not os.access(os.path.join(self.directory, PAGE_NAME), os.R_OK):
-            return
+            return 0
         page = attach_page(self.directory, self.fd, self.header, writable=False)
         if page is None:
-            return
-        self.shift = page.shift
+            return 0
+        self._shift = page.shift
         words[SHIFT] = page.words[SHIFT]
+        # The end first: should all die then, it is still as far as they had come.
+        end = page.words[COMMIT if page.words[FAILED] else TAIL]
         self._looked.living = [
             (slot, token)
             for slot, token in page.owners()
             if _files.is_locked(self.fd, OWNER + slot)
         ]
         page.close()
+        return end if self._looked.living else 0
 
     def look_with(self, options: StoreOptions) -> None:
         """Take in the handle's options; nothing is recorded."""
@@ -226,6 +325,19 @@ class ReadonlyEngine(Engine):
         self.forked = self.closed = True
         self.index.close(sync=False)
         _files.close(self.fd)
+
+
+def _is_readable(log: Log, offset: int) -> bool:
+    """Whether a frame begins at an offset, or a segment."""
+    segment = offset >> log.bits
+    try:
+        if offset & (log.segment_bytes - 1) < SLOT_BYTES:
+            log.place(segment)
+            return True
+        frame = collect(log, offset, log.frames_end(segment) or log.limit(segment))
+    except (BadPartError, LookupError, CorruptError):
+        return False
+    return bool(frame.flags & FIRST)
 
 
 def open_readonly(path: str) -> ReadonlyEngine:

@@ -479,12 +479,12 @@ def verify(log: Segments, seen: Callable[[int, int], None] | None = None) -> lis
         for name, at in (("first", 0), ("second", log.segment_bytes - SLOT_BYTES)):
             data = _files.read_at(log.fd, SLOT_BYTES, position + at)
             header = unpack_slot(data, log.header.store_id, log.segment_bytes)
-            if (header is None or header.segment != segment) and segment >= words[HEAD]:
+            if (header is None or header.segment != segment) and not log.is_gone(segment):
                 found.append((segment << log.bits, f"the {name} slot header is damaged"))
 
     def note(offset: int, reason: str) -> None:
         # What was freed while we looked may be half zeroed by now, and is no damage.
-        if offset >= words[HEAD] << log.bits:
+        if not log.is_gone(offset >> log.bits):
             found.append((offset, reason))
 
     start = head << log.bits

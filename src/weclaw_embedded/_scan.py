@@ -378,7 +378,7 @@ def _stretch(base: int, data: bytes, at: int, salt: int, check: bool) -> Stretch
 
 
 def _report(log: Segments, on_damage: OnDamage | None, offset: int, reason: str) -> None:
-    if offset >> log.bits < log.state.words[HEAD]:
+    if log.is_gone(offset >> log.bits):
         raise LookupError(f"offset {offset} is no longer kept")
     if on_damage is None:
         raise CorruptError(offset, reason)

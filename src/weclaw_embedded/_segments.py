@@ -105,6 +105,10 @@ class LogState:
     def refresh_slots(self) -> None:
         """Follow the growth that another process made."""
 
+    def has_let_go(self, log: Segments, segment: int) -> bool:
+        """Whether a segment was let go of by now; HEAD says so then."""
+        return segment < self.words[HEAD]
+
 
 class Segments:
     """The slots of one open file.  See the module."""
@@ -137,12 +141,19 @@ class Segments:
         except KeyError:
             return self._look_up(segment)
 
+    def is_gone(self, segment: int) -> bool:
+        """Whether a segment was let go of, for who found something bad in it: what stands there
+        then is anybody's, and no damage.
+        """
+        return self.state.has_let_go(self, segment)
+
     def _look_up(self, segment: int) -> tuple[int, int]:
         slot = self._find_slot(segment)
         header = None if slot is None else self.read_slot(slot)
-        if segment < self.state.words[HEAD]:  # freed while we looked
-            raise LookupError(f"segment {segment} is no longer kept")
-        if slot is None or header is None or header.segment != segment:
+        lacks = slot is None or header is None or header.segment != segment
+        if self.is_gone(segment) if lacks else segment < self.state.words[HEAD]:
+            raise LookupError(f"segment {segment} is no longer kept")  # freed while we looked
+        if slot is None or header is None or lacks:
             self._slot_of.pop(segment, None)
             raise MissingSegmentError(segment << self.bits, f"segment {segment} has no slot header")
         place = (self.slot_position(slot) - (segment << self.bits), header.salt)
