@@ -311,6 +311,46 @@ def test_several_loops_and_threads_share_a_queue(path):
     run(q.close())
 
 
+def test_a_task_that_was_just_woken_waits_for_a_loop_of_another_thread(path):
+    """The loop whose tasks run on is taken by nobody else for his own."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            await q.put(1)  # what follows runs where the answer has woken this task
+
+            def elsewhere():
+                ids.append(asyncio.run(asyncio.wait_for(q.put(2), 20)))
+
+            ids = []
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            ids.append(await q.put(3))
+            assert [await q.status(id) for id in ids] == ["ready", "ready"]
+
+    run(main())
+
+
+def test_puts_of_all_kinds_that_share_a_turn_get_their_own_ids(path):
+    """One message, several, some with terms of their own: each call is told what it has put."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            puts = [
+                q.put("a"),
+                q.put_many(["b", "c"]),
+                q.put_many(["d"]),
+                q.put("e", priority=1),
+                q.put("f"),
+            ]
+            a, bc, d, e, f = await asyncio.gather(*puts)
+            assert (type(bc), type(d)) == (list, list)
+            got = {msg.id: msg.body for msg in await q.get_many(10)}
+            assert [got[id] for id in (a, *bc, *d, e, f)] == list("abcdef")
+
+    run(main())
+
+
 def test_closing_ends_what_waits(path):
     """`async for` ends, `get` raises, when the queue is closed; another of the file goes on."""
 

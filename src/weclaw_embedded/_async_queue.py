@@ -16,8 +16,10 @@ from collections.abc import (
     Generator,
     Iterable,
     Mapping,
+    Sequence,
 )
 from datetime import datetime
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -26,7 +28,7 @@ from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine
 from ._handle import check_text, deadline_of
-from ._io import in_pool, io_of
+from ._io import Io, in_pool, io_of
 from ._io_calls import Op, PutCall, TakeCall, closed_error, pending_until
 from ._options import UNSET, Unset, check_count
 from ._queries import Outcome, Stats
@@ -139,12 +141,15 @@ class AsyncQueue:
         limit = engine.option("max_message_bytes")
         if n_bytes > limit:
             _putting.check_size([message], limit)
-        io = engine.io or io_of(engine)
-        call = PutCall(asyncio.get_running_loop(), queue, [message], n_bytes, until_s, id is None)
-        # The same as `Io.wait`, written out: the way of most puts.
+        # The same as `Io.loop` and `Io.wait`, written out: the way of most puts.
+        io: Io = engine.io or io_of(engine)
+        thread, loop = io.woken
+        if thread != get_ident():
+            loop = asyncio.get_running_loop()
+        call = PutCall(loop, queue, [message], n_bytes, until_s, id is None)
         io.submit(call)
         try:
-            ids: list[str] = await call
+            ids: Sequence[str] = await call
         except BaseException:
             io.abandon(call)
             raise
@@ -173,8 +178,9 @@ class AsyncQueue:
         )
         engine = queue._writable()
         n_bytes = _putting.check_size(messages, engine.option("max_message_bytes"))
+        io = io_of(engine)
         call = PutCall(
-            asyncio.get_running_loop(),
+            io.loop(),
             queue,
             messages,
             n_bytes,
@@ -182,8 +188,7 @@ class AsyncQueue:
             all(terms.id is None for _, terms in messages),
         )
         call.n = sum(len(bodies) for bodies, _ in messages)
-        ids: list[str] = await io_of(engine).wait(call)
-        return ids
+        return [*await io.wait(call)]
 
     async def cancel(self, id: str) -> bool:
         """Take a message out of every group. See `Queue.cancel`."""
@@ -225,15 +230,9 @@ class AsyncQueue:
         until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         if queue._store.readonly:
             await in_pool(queue._take, n, block, timeout, visibility_timeout)
-        call = TakeCall(
-            asyncio.get_running_loop(),
-            self,
-            min(n, 0xFFFF),
-            visibility_s,
-            until_s,
-            self._nothing,
-        )
-        taken: list[AsyncMessage] = await io_of(engine).wait(call)
+        io = io_of(engine)
+        call = TakeCall(io.loop(), self, min(n, 0xFFFF), visibility_s, until_s, self._nothing)
+        taken: list[AsyncMessage] = await io.wait(call)
         return taken
 
     def _nothing(self) -> Empty:

@@ -32,7 +32,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, groupby, islice
 from operator import attrgetter
@@ -75,6 +75,8 @@ _GATHER_S: Final = 0.0005  # how long those wait who came before many that were 
 _ROUND_S: Final = 0.002  # how long it is waited for the end of a loop's round
 _SMALL_POOL: Final = 8
 
+# What `Io.woken` is while no task is run on: no thread has this id.
+NOWHERE: Final = (0, cast(asyncio.AbstractEventLoop, None))
 _bytes_of = attrgetter("n_bytes")
 _merging = attrgetter("merges")
 
@@ -110,6 +112,7 @@ class Io:
         self._bell.acquire()
         self._asleep = False
         self._round = False  # what waits for a sync waits for the loop's round to end, too
+        self.woken = NOWHERE  # the thread in which tasks are run on just now, and their loop
         self._role = threading.Lock()
         self._lock = threading.Lock()  # guards the next eight
         self._threads: list[threading.Thread] = []
@@ -135,6 +138,14 @@ class Io:
         self._seen_tail = -1  # how far the log was when it was looked for messages
 
     # -- coming in -----------------------------------------------------------------------------
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that runs in this thread. Up to Python 3.11 asyncio asks the kernel for the id
+        of the process each time, a twelfth of what a put costs the loop; tasks that were woken by
+        this know without.
+        """
+        thread, loop = self.woken
+        return loop if thread == threading.get_ident() else asyncio.get_running_loop()
 
     async def wait(self, call: Call) -> Any:
         """Submit a call of the running loop and wait for its answer."""
@@ -449,7 +460,7 @@ class Io:
                     self._take_one_in(turn, call)
             elif alive:
                 puts = cast("list[PutCall]", alive)
-                messages = [message for call in puts for message in call.messages]
+                messages = _putting.together([one for call in puts for one in call.messages])
                 put = Job(_putting.put, queue._address, messages, queue._policy, 0)
                 turn.add(put, alive)
 
@@ -585,9 +596,12 @@ class Io:
             call.over = True
             self._if_cancelled(call)
         else:
-            ids = iter(result)
-            for call in cast("list[PutCall]", calls):
-                call.value = list(islice(ids, call.n))
+            values: Iterable[Sequence[str]] = zip(result, strict=True)
+            if len(result) > len(calls):  # not one message each
+                ids = iter(result)
+                values = [list(islice(ids, call.n)) for call in cast("list[PutCall]", calls)]
+            for call, value in zip(calls, values, strict=True):
+                call.value = value
                 call.over = True
                 if call.cancelled:
                     self._give_back(call)
@@ -770,10 +784,31 @@ class Io:
             try:
                 # In the next round: the loop reads the pipe that it was woken by in this one, and
                 # would after the tasks have to fight whoever serves them for Python's lock.
-                loop.call_soon_threadsafe(loop.call_soon, _wake_tasks, some)
+                loop.call_soon_threadsafe(loop.call_soon, self._wake_tasks, loop, some)
             except RuntimeError:  # the loop is closed
                 for call in some:
                     self._give_back(call)
+
+    def _wake_tasks(self, loop: asyncio.AbstractEventLoop, calls: Sequence[Call]) -> None:
+        """On the loop: let the tasks run on, one after the other. One that was cancelled meanwhile
+        gives back what it got.
+        """
+        waiting = iter(calls)
+        self.woken = threading.get_ident(), loop
+        try:
+            for call in waiting:
+                if not call.runs_on:
+                    call.runs_on = True
+                    # None: its coroutine was run by hand, and not by a task.
+                    if call.wakeup is not None:
+                        call.context.run(call.wakeup, call)
+        except BaseException:
+            # Ctrl-C in one of the tasks ends this round of the loop, and not the others.
+            for call in waiting:
+                call.end(None)
+            raise
+        finally:
+            self.woken = NOWHERE
 
     def _fail_all(self, error: BaseException | None = None) -> None:
         failed: list[Call] = list(self._parked)
@@ -810,25 +845,6 @@ class Io:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
-
-
-def _wake_tasks(calls: Sequence[Call]) -> None:
-    """On the loop: let the tasks run on, one after the other. One that was cancelled meanwhile
-    gives back what it got.
-    """
-    waiting = iter(calls)
-    try:
-        for call in waiting:
-            if not call.runs_on:
-                call.runs_on = True
-                # None: its coroutine was run by hand, and not by a task.
-                if call.wakeup is not None:
-                    call.context.run(call.wakeup, call)
-    except BaseException:
-        # Ctrl-C in one of the tasks ends this round of the loop, and not the others.
-        for call in waiting:
-            call.end(None)
-        raise
 
 
 def _undo(session: Session, waiter: Waiter | None, leases: list[Lease]) -> None:

@@ -46,6 +46,16 @@ class NoBytes(NoRoom):
     """The file is as large as it may be; space of settled messages may be freed for it."""
 
 
+def together(messages: Sequence[Encoded]) -> Sequence[Encoded]:
+    """The same as one, where the same is said of all of them: so what is done to each is done to
+    their bodies in one step.
+    """
+    bodies, terms = zip(*messages, strict=True)
+    if terms.count(terms[0]) < len(terms):
+        return messages
+    return [([*chain.from_iterable(bodies)], terms[0])]
+
+
 def put(
     session: Session,
     address: Address,
