@@ -21,7 +21,7 @@ from index_model import ALL, Driver, check, found, joined, rebuild, stretch, tel
 
 from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
-from weclaw_embedded._index import FILE_NAME, Index, IndexFullError, Tx
+from weclaw_embedded._index import FILE_NAME, Index, IndexFullError, Picks, Tx
 from weclaw_embedded._index_rows import CHUNK_ENTRIES, HEAD
 
 GID = rec.group_id("default", "default")
@@ -194,6 +194,49 @@ def test_what_is_at_hand_is_what_an_index_read_anew_has(seed: int, tmp_path: Pat
     anew.close()
 
 
+@pytest.mark.parametrize("among", ["alone", "a result", "another record", "as long as an ACK"])
+@pytest.mark.parametrize("seed", range(4))
+def test_many_acks_of_this_process_are_folded_as_any_are(
+    seed: int, among: str, tmp_path: Path
+) -> None:
+    """Read at one stroke or one by one: of leases in memory, of some with a row or a key, of what
+    is settled, waits or was never there, in two groups.
+    """
+    numbers = random.Random(seed)
+    gids = [rec.group_id("default", name) for name in "ab"]
+    log = [(100 + n, 1, rec.pack_group(0, gid, str(n))) for n, gid in enumerate(gids)]
+    meta = rec.pack_meta(key="k")
+    log += [(1000 + n, 2, rec.pack_put(0, 0, 0, b"" if n % 9 else meta, b"x")) for n in range(90)]
+    acks = [rec.pack_ack(0, numbers.choice(gids), numbers.randrange(1000, 1095)) for _ in range(80)]
+    odd = {
+        "a result": rec.pack_ack(0, gids[0], 1003, b"\1"),
+        "another record": rec.pack_return(gids[0], 1003, 0, delivery=1, retry=0, crash=0),
+        "as long as an ACK": rec.pack_put(0, 0, 0, b"", bytes(16)),
+    }
+    if among in odd:
+        acks[40] = odd[among]
+    told = [(2000 + n, 3 + n, record) for n, record in enumerate(acks)]
+    found = []
+    for way in (Tx.apply, Tx.apply_own):
+        index = Index.open(tmp_path / way.__name__, create=True)
+        index.share(memoryview(bytearray(8)).cast("Q"))
+        tx = index.write()
+        tx.apply(log)
+        for count in (40, 30):
+            for gid in gids:
+                group = tx.group(gid)
+                assert group is not None
+                tx.lease(group, tx.pick(group, count, visible=ALL), 5, 2**40)
+            if count == 40:  # these have rows; the others' leases are in memory alone
+                tx.commit(1900, 1)
+                tx = index.write()
+        way(tx, told)
+        tx.commit(3000, 1)
+        found.append(rows(index))
+        index.close()
+    assert found[0] == found[1]
+
+
 def lease(tx: Tx, record: bytes, numbers: random.Random) -> bool:
     """Tell it what a DELIVER says as its writer does, of some; return whether that was done."""
     said = unpacked(record)
@@ -203,8 +246,11 @@ def lease(tx: Tx, record: bytes, numbers: random.Random) -> bool:
     if group is None or group.is_template:
         return False
     flags = [priority << 4 | queued for _, priority, queued in said.items]
-    messages = [message for message, _, _ in said.items]
-    tx.lease(group, messages, flags, said.owner, said.deadline_ns)
+    picks = Picks([message for message, _, _ in said.items], flags, {})
+    following = tx.pick(group, len(flags), visible=ALL)
+    if picks[:2] == following[:2]:
+        picks = following
+    tx.lease(group, picks, said.owner, said.deadline_ns)
     return True
 
 

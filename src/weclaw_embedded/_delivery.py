@@ -132,14 +132,11 @@ class Lease:
 class Taken:
     """What a take found, or when it is worth looking again."""
 
-    __slots__ = ("dead", "leases", "look_again_us")
+    look_again_us: int | None = None  # queue time
 
-    def __init__(
-        self, leases: list[Lease], dead: list[int], look_again_us: int | None = None
-    ) -> None:
+    def __init__(self, leases: list[Lease], dead: list[int]) -> None:
         self.leases = leases
         self.dead = dead  # offsets that became dead letters meanwhile
-        self.look_again_us = look_again_us  # queue time
 
 
 def topic_of(session: Session, name: str) -> tuple[int, list[_records.Record]]:

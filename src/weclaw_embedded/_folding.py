@@ -62,7 +62,11 @@ class Folding:
         tail = self.page.words[TAIL]
         if applied == self._written_from and tail == self._written_to:
             # All that is new is our own: no need to read it back.
-            tx.apply(self._written)
+            written = self._written
+            if len(written) > 2:
+                tx.apply_own(written)
+            else:
+                tx.apply(written)
         elif not applied or applied < self.log.head_offset:
             if applied:
                 # An old one: what it never saw was given back meanwhile.

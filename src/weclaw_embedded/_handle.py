@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from . import _delivery, _queries
 from ._delivery import Address
 from ._engine import Engine
-from ._message import Content
+from ._message import Content, Place
 from ._options import QueueOptions, check_timeout
 from ._records import NoRecordError
 from ._session import BATCH, Session
@@ -190,7 +190,7 @@ class Handle:
         while True:
             try:
                 record, time_us = engine.put_and_time(location)
-                return Content(record, time_us, offset, salt)
+                return Content(record, time_us, Place(offset, salt))
             except LookupError as error:
                 # Carried up and its segment freed since we were told the place.
                 before = location

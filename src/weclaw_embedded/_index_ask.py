@@ -201,7 +201,7 @@ class Ask(Change):
             if place < len(part.deltas):
                 offset = part.base + part.deltas[place]
                 if offset < visible:
-                    return _new(Picks, ([offset], [lane], _NO_ROWS))
+                    return _new(Picks, ([offset], [lane], _NO_ROWS, True))
                 return _NO_PICKS
         topic = self._topics.get(group.tid) or self._topic(group.tid)
         back = _Back(self, BACK, group, visible, now_us) if group.n_back else None
@@ -240,7 +240,8 @@ class Ask(Change):
                 else:
                     picks.append(offset)
                 index += 1
-        return Picks(picks, [priority << 4 | FROM_QUEUE] * len(picks), _NO_ROWS)
+        flags = [priority << 4 | FROM_QUEUE] * len(picks)
+        return Picks(picks, flags, _NO_ROWS, not group.skipped)
 
     def _pass(self, group: GroupState, priority: int, index: int) -> None:
         """Move a cursor past an entry to be skipped, so that the next one does not look again."""

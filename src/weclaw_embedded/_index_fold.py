@@ -32,6 +32,7 @@ from ._index_rows import (
     ROW_SIZE,
     U64,
     GroupState,
+    Picks,
     Row,
     TopicState,
     key_u64_u64,
@@ -72,6 +73,7 @@ _unpack_put: Final = Struct("<xBHI").unpack_from
 _unpack_deliver: Final = Struct("<2xHIQQQ").unpack_from
 _unpack_deliver_one: Final = Struct("<2xH4xQQQQB").unpack
 _unpack_ack: Final = Struct("<8xQQ").unpack_from
+_unpack_acks: Final = Struct("<8xQQ").iter_unpack
 _ACK_SIZE: Final = ACK_HEAD.size
 _DELIVER_SIZE: Final = DELIVER_HEAD.size
 _ONE_SIZE: Final = _DELIVER_SIZE + DELIVER_ITEM.size
@@ -111,6 +113,30 @@ class Fold(Keep):
                     self._apply_rare(offset, time_us, record)
             if self._in_use and is_all:
                 self._write_leases()
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
+    def apply_own(self, told: list[Told]) -> None:
+        """`apply` several records that this process has just written: the ACKs of many messages
+        often, and nothing else, which are read at one stroke.
+        """
+        _, times, parts = zip(*told, strict=True)
+        records = [*map(b"".join, parts)]
+        data = b"".join(records)
+        if {*map(len, records)} != {_ACK_SIZE} or data[::_ACK_SIZE] != bytes((ACK,)) * len(told):
+            self.apply(told)
+            return
+        group, at = None, -1
+        try:
+            for time_us, (gid, message) in zip(times, _unpack_acks(data), strict=True):
+                if gid != at:
+                    group, at = self._groups.get(gid), gid
+                if group is None or group.fresh.pop(message, None) is None:
+                    group = self._settle(gid, message, time_us)
+                    if group is None:
+                        continue
+                group.settled += 1
+                self._changed_groups[gid] = group
         except lmdb.Error as error:
             raise self._failed(error) from error
 
@@ -204,14 +230,27 @@ class Fold(Keep):
         messages, flags = [one for one, _ in items], [flag for _, flag in items]
         self._lease_all(group, messages, flags, owner, deadline_ns)
 
-    def lease(
-        self, group: GroupState, messages: list[int], flags: list[int], owner: int, deadline_ns: int
-    ) -> None:
-        """Do what a DELIVER of these messages to a group does: whoever has just written one knows
-        what it says, and need not have it applied. Raises as `apply` does.
+    def lease(self, group: GroupState, picks: Picks, owner: int, deadline_ns: int) -> None:
+        """Do what a DELIVER of what was just picked does: whoever has written one knows what it
+        says, and need not have it applied. Raises as `apply` does.
         """
+        offsets, flags, _, in_line = picks
         try:
-            self._lease_all(group, messages, flags, owner, deadline_ns)
+            if in_line:
+                lane = flags[0]
+                n = len(offsets)
+                lease = (lane >> 4, owner, deadline_ns)
+                group.cursor[lane >> 4] += n
+                if n == 1:
+                    group.fresh[offsets[0]] = lease
+                else:
+                    group.fresh.update(dict.fromkeys(offsets, lease))
+                group.picks += n
+                if deadline_ns < group.next_deadline_ns:
+                    group.next_deadline_ns = deadline_ns
+                self._changed_groups[group.gid] = group
+            else:
+                self._lease_all(group, offsets, flags, owner, deadline_ns)
             if self._in_use:
                 self._write_leases()
         except lmdb.Error as error:

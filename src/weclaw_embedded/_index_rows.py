@@ -135,11 +135,13 @@ class Picks(NamedTuple):
 
     `flags` are what the items of a DELIVER say of each, its priority and whether it is from the
     queue. `rows` has, by offset, what is known of those that were delivered before or have a key.
+    `in_line`: they are what follows in one queue, from the group's cursor on.
     """
 
     offsets: list[int]
     flags: list[int]
     rows: dict[int, Row]
+    in_line: bool = False
 
 
 class Pick(NamedTuple):

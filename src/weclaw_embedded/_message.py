@@ -12,10 +12,20 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from . import _clock, _codecs, _delivery, _records, _settling, _values
-from ._records import META_CODEC, META_HEADERS, META_ID, META_KEY, META_SKEW_US, NEVER
+from ._records import (
+    CODEC_MSGPACK,
+    META_CODEC,
+    META_HEADERS,
+    META_ID,
+    META_KEY,
+    META_SKEW_US,
+    NEVER,
+    NO_META,
+    PUT_BYTES,
+)
 from ._session import BATCH
 from .errors import ClosedError, DiskFullError, LeaseLostError
 
@@ -57,6 +67,13 @@ class _Unread:
     """In the place of a body that nobody has asked for; a class stays itself when pickled."""
 
 
+class Place(NamedTuple):
+    """Where a message was put; a lease knows that, too."""
+
+    offset: int
+    salt: int
+
+
 class Told:
     """What a message and a dead letter both tell: what was put, which never changes.
 
@@ -64,20 +81,20 @@ class Told:
     asked. Raises ValueError when they are none.
     """
 
-    __slots__ = ("_body", "_meta", "_offset", "_record", "_salt", "_time_us")
+    __slots__ = ("_at", "_body", "_meta", "_record", "_time_us")
 
-    def __init__(self, record: bytes | memoryview, time_us: int, offset: int, salt: int) -> None:
+    def __init__(self, record: bytes | memoryview, time_us: int, at: Place | Lease) -> None:
         self._meta = _records.meta_of_put(record)
         self._record = record
         self._time_us = time_us
-        self._offset = offset
-        self._salt = salt
+        self._at = at
         self._body: Any = _Unread
 
     @property
     def id(self) -> str:
         given: str | None = self._meta.get(META_ID)
-        return _delivery.own_id(self._offset, self._salt) if given is None else given
+        at = self._at
+        return _delivery.own_id(at.offset, at.salt) if given is None else given
 
     @property
     def key(self) -> str | None:
@@ -96,7 +113,7 @@ class Told:
     @property
     def offset(self) -> int:
         """The message's place in the log, for ever; grows with every put to the file."""
-        return self._offset
+        return self._at.offset
 
     @property
     def enqueued_at(self) -> datetime:
@@ -105,10 +122,19 @@ class Told:
 
     def _decoded(self, codec: _codecs.AnyCodec) -> Any:
         """The body, decoded once. Raises SerializationError."""
-        if self._body is _Unread:
-            number, data = _records.body_of_put(self._record)
-            self._body = _codecs.decode(number, self._meta.get(META_CODEC), data, codec=codec)
-        return self._body
+        body = self._body
+        if body is _Unread:
+            record = self._record
+            if self._meta is NO_META:  # as of most, whose body is all that is behind the head
+                number, data = record[1] & 15, record[PUT_BYTES:]
+            else:
+                number, data = _records.body_of_put(record)
+            if number == CODEC_MSGPACK:
+                body = _values.unpack_value(data)
+            else:
+                body = _codecs.decode(number, self._meta.get(META_CODEC), data, codec=codec)
+            self._body = body
+        return body
 
 
 class Content(Told):
@@ -132,6 +158,8 @@ class Message(Told):
 
     __slots__ = ("__weakref__", "_lease", "_queue")
 
+    _lease: Lease | None
+
     def __init__(
         self, queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
     ) -> None:
@@ -139,11 +167,9 @@ class Message(Told):
         self._meta = _records.meta_of_put(record)
         self._record = record
         self._time_us = time_us
-        self._offset = lease.offset
-        self._salt = lease.salt
         self._body = _Unread
         self._queue = queue
-        self._lease: Lease | None = lease
+        self._at = self._lease = lease
 
     def __repr__(self) -> str:
         return f"<Message {self.id} of {self.topic!r}, delivery {self.delivery_count}>"
@@ -341,7 +367,7 @@ class Seen(Message):
     __slots__ = ("_row",)
 
     def __init__(self, queue: Queue, content: Content, row: Row | None) -> None:
-        Told.__init__(self, content._record, content._time_us, content.offset, content._salt)
+        Told.__init__(self, content._record, content._time_us, content._at)
         self._queue = queue
         self._lease = None
         self._row = row

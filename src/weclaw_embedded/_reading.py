@@ -9,7 +9,7 @@ It must not know what records mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NoReturn, TypeAlias
 from zlib import crc32
 
@@ -95,6 +95,28 @@ class Reading(Segments):
             ):
                 return window[at + _ALONE_BYTES : end], time_us
         return self._read_elsewhere(offset)
+
+    def read_each(self, offsets: Iterable[int]) -> Iterator[tuple[bytes, int] | None]:
+        """Yield what `read_with_time` returns for each, None where it would raise: what was put
+        together is read together.
+        """
+        begin, data, lengths, time_us, _ = self._part
+        if begin >> self.bits < self.state.words[HEAD]:
+            begin, data, lengths, time_us, _ = _NO_PART
+        for offset in offsets:
+            at = offset - begin
+            length = lengths.get(at)
+            if length is not None:
+                at += ENVELOPE_BYTES
+                yield data[at : at + length], time_us
+                continue
+            try:
+                found = self.read_with_time(offset)
+            except (LookupError, CorruptError):
+                yield None
+            else:
+                begin, data, lengths, time_us, _ = self._part
+                yield found
 
     def _read_elsewhere(self, offset: int) -> tuple[bytes, int]:
         """`read_with_time` of what is not at hand."""

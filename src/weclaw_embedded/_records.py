@@ -34,6 +34,7 @@ from ._record_types import *  # noqa: F403  one vocabulary, in two rooms
 
 _LONG_META: Final = 0xFFFF
 _PLAIN_BYTES: Final = 4  # of a PUT without meta, up to its topic
+PUT_BYTES: Final = PUT_HEAD.size  # before its body
 _U32: Final = struct.Struct("<I")
 # How those begin, all that there are: most PUTs are known by that, without taking them apart.
 _PLAIN_PUTS: Final = frozenset(
@@ -42,7 +43,7 @@ _PLAIN_PUTS: Final = frozenset(
     for codec in range(CODEC_OTHER + 1)
 )
 _DELIVER_ONE: Final = struct.Struct(DELIVER_HEAD.format + DELIVER_ITEM.format[1:])
-_NO_META: Final[dict[int, Any]] = {}
+NO_META: Final[dict[int, Any]] = {}  # what `meta_of_put` has for those
 
 
 class NoRecordError(ValueError):
@@ -354,8 +355,8 @@ def meta_of_put(record: Readable) -> dict[int, Any]:
     """Return the meta of a PUT, not to be changed. Raises ValueError as `unpack_put` does: what
     this takes can be given to `split_put`, `kind_of_put` and `body_of_put`.
     """
-    if record[:_PLAIN_BYTES] in _PLAIN_PUTS and len(record) >= PUT_HEAD.size:
-        return _NO_META
+    if record[:_PLAIN_BYTES] in _PLAIN_PUTS and len(record) >= PUT_BYTES:
+        return NO_META
     return unpack_put(record).meta
 
 
@@ -367,7 +368,7 @@ def kind_of_put(record: Readable) -> tuple[int, int]:
 def body_of_put(record: Readable) -> tuple[int, Readable]:
     """Return the codec and the body of a PUT."""
     if record[:_PLAIN_BYTES] in _PLAIN_PUTS:
-        return record[1] & 15, record[PUT_HEAD.size :]
+        return record[1] & 15, record[PUT_BYTES:]
     return record[1] & 15, split_put(record)[1]
 
 

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import _clock, _delivery, _mend, _records
-from ._message import Content, to_datetime
+from ._message import Content, Place, to_datetime
 from ._records import NEVER
 from .errors import CorruptError
 from .wal import TAIL
@@ -186,7 +186,7 @@ def arrived(store: Store, start: int, until: int) -> Iterator[tuple[str, Content
                     if offset >= at and record[0] == _records.PUT:
                         with contextlib.suppress(ValueError):
                             tid = _records.unpack_put(record).tid
-                            content = Content(record, frame[2], offset, log.salt(offset))
+                            content = Content(record, frame[2], Place(offset, log.salt(offset)))
                             yield names.get(tid, f"#{tid}"), content
                 at = max(at, frame[1])
             return

@@ -50,7 +50,8 @@ def take(
     now_us=…, suspects=…)` is for an order other than the index's.
     """
     engine = session.engine
-    words = session.page.words
+    page = session.page
+    words = page.words
     if words[WAITERS]:
         engine.unmark()
     if not session.may_write:
@@ -61,26 +62,30 @@ def take(
         group = begin_group(session, address)
     dead: list[int] = []
     look_again_us: int | None = group.paused_until_us
-    if group.paused_until_us <= session.now_us:
+    now_us = session.now_us
+    if group.paused_until_us <= now_us:
         now_ns = _clock.monotonic_ns()
         for everyone in (False, True):
             if words[OWNERS_HIGH] > 1 and (slots := engine.dead_owners(everyone)):
                 engine.bury(session, slots)
             elif everyone:
                 break  # nobody has died, so there is nothing now either
-            sweep(session, tx, group, address.retry, now_ns, dead)
+            if (
+                now_ns >= group.next_deadline_ns
+                or group.dead_seen != words[DEAD_SEQ]
+                or (group.n_back or group.n_suspect or group.n_wait or group.n_parked)
+            ):  # else nothing has ended by itself
+                sweep(session, tx, group, address.retry, now_ns, dead)
             suspects = engine.suspects_held() if engine.suspects else 0
-            visible = session.page.visible(session.log.pending_tail)
+            visible = page.visible(session.log.pending_tail)
             if choose is None:
-                picks = tx.pick(group, n, visible=visible, now_us=session.now_us, suspects=suspects)
+                picks = tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
             else:
-                picks = choose(
-                    session, group, n, visible=visible, now_us=session.now_us, suspects=suspects
-                )
-            if picks.offsets:
+                picks = choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
+            if picks[0]:
                 if not words[SPARES]:
                     picks = _endable(session, picks)
-                leases = _lease(session, address, group, picks, now_ns, visibility_s)
+                leases = _lease(session, tx, address, group, picks, now_ns, visibility_s)
                 mask = mask_of(group.tid)
                 session.settled |= mask  # ready is less now: there may be room
                 if visibility_s is not None and visibility_s < SOON_S:
@@ -89,8 +94,10 @@ def take(
         look_again_us = next_look(session, group)
     if waiter is not None:
         engine.waker.add(waiter)
-        session.page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
-    return Taken([], dead, look_again_us)
+        page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
+    taken = Taken([], dead)
+    taken.look_again_us = look_again_us
+    return taken
 
 
 def _endable(session: Session, picks: Picks) -> Picks:
@@ -114,11 +121,12 @@ def _endable(session: Session, picks: Picks) -> Picks:
             f"the disk is full, and the {log.room} bytes left in the log are for the {leased} "
             "messages in flight to be ended with; nothing was taken; settle them, or make room"
         )
-    return Picks(picks.offsets[:n], picks.flags[:n], picks.rows)
+    return picks._replace(offsets=picks.offsets[:n], flags=picks.flags[:n])
 
 
 def _lease(
     session: Session,
+    tx: Tx,
     address: Address,
     group: GroupState,
     picks: Picks,
@@ -127,25 +135,25 @@ def _lease(
 ) -> list[Lease]:
     engine = session.engine
     log = session.log
-    offsets, flags, rows = picks
+    offsets, flags, rows, _ = picks
     tid, gid, holder = group.tid, group.gid, address.holder
     deadline_ns = NEVER if visibility_s is None else now_ns + int(visibility_s * 1e9)
     bits = log.bits
-    segment = -1
-    leases = []
+    leases: list[Lease] = []
+    salt, segment = 0, -1
     for offset in offsets:
         if offset >> bits != segment:
             try:
                 salt = log.salt(offset)
-                segment = offset >> bits
-                location = 0
             except LookupError:  # carried up, and that segment was freed
                 location, salt = place(session, offset)
+                lease = Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder)
+                lease.location = location
+                leases.append(lease)
                 segment = -1
-        lease = Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder)
-        if location:
-            lease.location = location
-        leases.append(lease)
+                continue
+            segment = offset >> bits
+        leases.append(Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder))
     if rows:
         for lease in leases:
             row = rows.get(lease.offset)
@@ -155,7 +163,7 @@ def _lease(
     record = _records.pack_deliver(tid, gid, token, deadline_ns, offsets, flags)
     if engine.introduced:
         session.append([record], apply=False)
-        session.tx.lease(group, offsets, flags, token, deadline_ns)
+        tx.lease(group, picks, token, deadline_ns)
     else:
         session.append([engine.owner_record(), record])
     session.begun += (leases,)

@@ -66,7 +66,7 @@ class DeadLetter(Told):
 
     def __init__(self, queue: Queue, content: Content, row: Row, reason: str, died_us: int) -> None:
         self._codec = queue._codec
-        super().__init__(content._record, content._time_us, content.offset, content._salt)
+        super().__init__(content._record, content._time_us, content._at)
         self._row = row
         self._failures = tuple(Failure(to_datetime(t), why, who) for t, why, who in row.failures)
         self._died_us = died_us

@@ -466,19 +466,34 @@ class Queue(Asking):
 
     def _messages_of(self, engine: Engine, leases: list[Lease], kind: type[M]) -> list[M]:
         """What was taken, as messages of this kind; without what is gone or damaged."""
-        read = engine.log.read_with_time
-        messages = []
-        for lease in leases:
-            location = lease.location or lease.offset
-            try:
-                record, time_us = read(location)
-                messages.append(kind(self, lease, record, time_us))
-            except (LookupError, CorruptError, NoRecordError):
-                # Carried up, now or before; or damaged.
-                content = self._read(lease.offset, location, lease.salt)
-                if content is not None:
-                    messages.append(kind(self, lease, content._record, content._time_us))
+        if len(leases) == 1:
+            message = self._message_of(engine, leases[0], kind)
+            return [] if message is None else [message]
+        messages: list[M] = []
+        locations = [lease.location or lease.offset for lease in leases]
+        for lease, found in zip(leases, engine.log.read_each(locations), strict=True):
+            if found is not None:
+                record, time_us = found
+                try:
+                    messages.append(kind(self, lease, record, time_us))
+                    continue
+                except NoRecordError:
+                    pass  # a message that was carried up
+            message = self._message_of(engine, lease, kind)
+            if message is not None:
+                messages.append(message)
         return messages
+
+    def _message_of(self, engine: Engine, lease: Lease, kind: type[M]) -> M | None:
+        """One that was taken; None when it is gone or damaged."""
+        location = lease.location or lease.offset
+        try:
+            record, time_us = engine.log.read_with_time(location)
+            return kind(self, lease, record, time_us)
+        except (LookupError, CorruptError, NoRecordError):
+            # Carried up, now or before; or damaged.
+            content = self._read(lease.offset, location, lease.salt)
+        return None if content is None else kind(self, lease, content._record, content._time_us)
 
     def __iter__(self) -> Iterator[Message]:
         """The next message, and the next, waiting for each, until the queue is closed."""
