@@ -24,6 +24,7 @@ from ._shared import (
     FEEDER_SLEEPS,
     REPLICATION,
     SYNC_WANTED,
+    UNSEEN,
     SharedPage,
 )
 from ._wake import FEED_BYTE, READY_BYTE, Timer, Waker
@@ -102,10 +103,12 @@ class Durability:
 
     def _end_sync(self) -> None:
         """Answer those who are served, and let one of the others do the next sync."""
-        commit = self.page.words[COMMIT]
-        failed = self.page.words[FAILED] or self._failure
         with self._sync_lock:
             self._syncing = False
+            if not self._sync_waiters:
+                return
+            commit = self.page.words[COMMIT]
+            failed = self.page.words[FAILED] or self._failure
             waiting, self._sync_waiters = self._sync_waiters, []
             leader_found = False
             for until, waiter in waiting:
@@ -121,22 +124,21 @@ class Durability:
         target = words[TAIL]
         self._unsynced = 0
         self.sync_file()
-        pokes: list[int] = []
+        pokes: Sequence[int] = ()
         with self._lock:
             if self.closed:
                 # The descriptors may be somebody else's by now. Whoever closed has synced, too.
                 if words[COMMIT] < target:
                     raise self._closed_meanwhile()
                 return
-            if self._has_moved(0):
-                self._look_at_place()
             try:
                 self._lock_file()
                 if words[FAILED]:
                     raise self._failed()
                 if words[COMMIT] < target:
                     words[COMMIT] = target
-                    pokes = self.page.take_seen()
+                    if words[UNSEEN]:
+                        pokes = self.page.take_seen()
                 feeder = words[FEEDER_SLEEPS]
             finally:
                 self._unlock_file()
@@ -164,6 +166,10 @@ class Durability:
 
     def flush(self) -> None:
         """Everything written so far is on stable storage when this returns."""
+        with self._lock:
+            # As each turn does before it writes; this may come without one.
+            if not self.closed and self._has_moved(0):
+                self._look_at_place()
         self.durable(self.page.words[TAIL])
 
     def flush_later(self, options: StoreOptions, n: int) -> None:

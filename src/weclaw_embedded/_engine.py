@@ -822,7 +822,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         try:
             session.append([_records.pack_clean()], flags=VOUCH)
             session.tx  # noqa: B018  applied here, so that the index is level when it closes
-            session.must_index = True
+            session.must_index = session.is_special = True
             session.finish()
             self.sync_file()
         except (StoreFailedError, DiskFullError) as error:

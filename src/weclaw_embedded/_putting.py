@@ -202,7 +202,7 @@ def _append_puts(session: Session, records: list[_records.Record], policy: int) 
     limit = engine.effective["max_bytes"]
     if limit is not None:
         _check_bytes(session, records, limit)
-    return session.append(records, policy, puts=True, spare=False)
+    return session.append(records, policy, True)
 
 
 def _check_bytes(session: Session, records: list[_records.Record], limit: int) -> None:

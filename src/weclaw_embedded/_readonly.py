@@ -99,7 +99,7 @@ class _Session(Session):
     __slots__ = ()
     may_write = False
 
-    def append(self, records: Sequence[Record], policy: int = 0, **_: Any) -> list[int]:
+    def append(self, *_: Any, **__: Any) -> list[int]:
         raise StorageError(
             f"{self.engine.path} was opened with readonly=True; nothing was changed; open it "
             "without to change it"

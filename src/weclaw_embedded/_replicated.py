@@ -24,7 +24,7 @@ from ._copy import is_same_file, write_role
 from ._feeder import RECORD_NAME, normal, read_record, write_record
 from ._format import PRIMARY
 from ._replication import Replication, fenced_error
-from ._session import ALL, REPLICA, Session
+from ._session import ALL, OS, REPLICA, Session
 from ._shared import (
     IS_COPY,
     IS_FENCED,
@@ -65,13 +65,13 @@ class ReplicatedSession(Session):
         self,
         records: Any,
         policy: int = -1,
-        *,
         puts: bool = False,
-        **how: Any,
+        flags: int = 0,
+        apply: bool = True,
     ) -> list[int]:
         if policy < 0:
-            return super().append(records, puts=puts, **how)
-        offsets = super().append(records, REPLICA, puts=puts, **how)
+            return super().append(records, OS, puts, flags, apply)
+        offsets = super().append(records, REPLICA, puts, flags, apply)
         self.must_sync = True
         if puts and len(offsets) == 1 and self.puts is None:
             self.puts = offsets
@@ -135,7 +135,7 @@ class FencedSession(Session):
     def check_writable(self) -> None:
         raise fenced_error(self.engine)
 
-    def append(self, records: Any, policy: int = 0, **_: Any) -> list[int]:
+    def append(self, *_: Any, **__: Any) -> list[int]:
         raise fenced_error(self.engine)
 
     def judge(self, records: Any) -> None:
@@ -151,7 +151,7 @@ class CopySession(Session):
 
     __slots__ = ()
 
-    def append(self, records: Any, policy: int = 0, **how: Any) -> list[int]:
+    def append(self, *what: Any, **how: Any) -> list[int]:
         engine = self.engine
         logger.warning(
             "%s is a replica's copy and was not promoted; it is changed now, so its primary will "
@@ -160,7 +160,7 @@ class CopySession(Session):
         )
         write_role(engine.fd, engine.header, PRIMARY)
         self.page.words[REPLICATION] &= ~IS_COPY
-        return super().append(records, policy, **how)
+        return super().append(*what, **how)
 
 
 def session_of(engine: Engine, mode: int) -> Session:

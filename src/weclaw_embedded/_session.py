@@ -52,23 +52,25 @@ class Session:
     must_sync = False
     may_make_room = True  # where the disk is full
     is_plain = True  # nothing but what each turn does is to be done after it
+    is_special = False  # at its end it is looked for the next two, and for steps
     must_index = False  # what the index learned must be in LMDB, not in memory alone
     imagined = False  # what is done to the index is dropped; see `imagine`
     # Leases this turn begins, as it began them, and those it ends: only so if it is written.
     begun: tuple[Sequence[Any], ...] = ()
     ended: tuple[Any, ...] = ()
     _steps: tuple[tuple[Callable[[], None], bool], ...] = ()  # see `when_written`
-    _tx: Tx | None = None
     _sync_from = 0
-    _appended: list[Appended] | None = None
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.log = engine.log
-        self.page = engine.page
+        page = self.page = engine.page
         self.now_us = _clock.boottime_us() + engine.shift
-        self.start: int = engine.page.words[TAIL]
-        self.tail = self.start  # the same, once it is finished, of the log with it
+        # Where the log ends; `tail` once it is finished, with what was appended.
+        self.start: int = page.words[TAIL]
+        self.tail = self.start
+        self._tx: Tx | None = None
+        self._appended: list[Appended] | None = None
 
     @property
     def tx(self) -> Tx:
@@ -86,18 +88,16 @@ class Session:
         self,
         records: Sequence[Record],
         policy: int = OS,
-        *,
         puts: bool = False,
-        spare: bool = True,
         flags: int = 0,
         apply: bool = True,
     ) -> list[int]:
         """Append one frame; returns the records' offsets. Raises DiskFullError, then nothing of it
-        is left. `spare`: may use the space kept so that a full disk can be worked off. `apply`:
-        have the open index learn it; else the caller does that.
+        is left. `puts`: messages are among them, so that the space kept for a full disk to be
+        worked off is not used for it. `apply`: have the open index learn it; else the caller does.
         """
         now_us = self.now_us
-        offsets = self.log.append(records, policy, now_us, flags, spare=spare)
+        offsets = self.log.append(records, policy, now_us, flags, not puts)
         if puts and policy >= SYNC and not self._sync_from:
             self._sync_from = offsets[0]
         if len(offsets) == 1:
@@ -134,6 +134,7 @@ class Session:
         fails after it may be one of several of a turn, whose records stay. `indexed`: only when
         LMDB has it, too, which it then gets at once.
         """
+        self.is_special = True
         self.must_index |= indexed
         self._steps += ((step, indexed),)
 
@@ -147,7 +148,7 @@ class Session:
                 # What was folded for this is kept, or it would be folded again at each question.
                 self._tx = None
                 self._commit(tx)  # as what is in memory is dropped
-            self.imagined = True
+            self.imagined = self.is_special = True
         return self.tx
 
     def forget_imagined(self) -> None:
@@ -192,7 +193,8 @@ class Session:
         """Write what was appended and keep what the index learned."""
         appended = self._appended
         if appended:
-            if self._sync_from:
+            put_to = self.put_to
+            if put_to and self._sync_from:
                 # Before the write, so that no moment exists in which it could be delivered.
                 self.page.promise_sync(self._sync_from, self.log.pending_tail)
             try:
@@ -201,8 +203,20 @@ class Session:
                 raise
             except OSError as error:
                 raise self.engine.fail(f"writing failed: {error}") from error
-            if self.put_to:
-                self.woken = self.page.note_puts(self.put_to, self.put_n)
+            if put_to:
+                self.woken = self.page.note_puts(put_to, self.put_n)
+        tx = self._tx
+        if self.is_special:
+            self._finish_special(appended)
+        elif tx is not None:
+            if not tx.keep(self.tail):
+                self._commit(tx)
+            # Not before: when Ctrl-C comes here, `abort` is to end it.
+            self._tx = None
+        elif appended:
+            self.engine.remember_written(self.start, self.tail, appended)
+
+    def _finish_special(self, appended: list[Appended] | None) -> None:
         if self.imagined:
             self.forget_imagined()
         is_indexed = True

@@ -47,13 +47,17 @@ def poll_of(fd: int) -> select.poll | None:
     return poll
 
 
-def _may_have_moved(wait_ms: int) -> bool:
+def _may_have_moved(wait_s: int) -> bool:
     return True
 
 
 def asker_of(fd: int) -> Callable[[int], object]:
-    """What says, when called with 0 (ms to wait), whether a name that `fd` watches may have changed
-    its file; always, where the system watches none. For one thread at a time.
+    """What says, when called with 0 (s to wait), whether a name that `fd` watches may have changed
+    its file; always, where the system watches none.
     """
-    poll = poll_of(fd)
-    return _may_have_moved if poll is None else poll.poll
+    if fd < 0:
+        return _may_have_moved
+    # Where there is inotify there is this, too, which costs a third less than `poll`.
+    asker = select.epoll()
+    asker.register(fd, select.EPOLLIN)
+    return asker.poll

@@ -217,7 +217,6 @@ class Log(Reading):
         policy: int,
         time_us: int,
         flags: int = 0,
-        *,
         spare: bool = False,
     ) -> list[int]:
         """Lay out one frame of these records, to be written by `write`; return their offsets.
@@ -371,8 +370,9 @@ class Log(Reading):
             return self._tail if self._tail >= 0 else words[TAIL]
         words[WRITING] = _DOING
         try:
-            for position, run in self._runs:
-                _files.write_at(self.fd, run, position)
+            if self._begun:
+                for position, run in self._runs:
+                    _files.write_at(self.fd, run, position)
             if len(buffers) > 1 and self._end - self._tail <= _JOIN_BYTES:
                 buffers = [b"".join(buffers)]
             written = _files.write_at(self.fd, buffers, self._run_at)
