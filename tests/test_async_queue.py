@@ -392,7 +392,7 @@ def test_the_loop_never_waits_for_the_disk(path, monkeypatch):
     def hang(fd):
         syncs.append(threading.get_ident())
         # Only the loop lets it go on: a loop that waited for the disk would wait in vain.
-        assert goes_on.wait(30), "the loop stood still"
+        assert goes_on.wait(10), "the loop stood still"
         real(fd)
 
     async def main():
@@ -422,6 +422,86 @@ def test_the_loop_never_waits_for_the_disk(path, monkeypatch):
         await q.close()
 
     run(main())
+
+
+def test_a_get_that_does_not_wait_for_a_message_waits_for_no_disk(path, monkeypatch):
+    """What somebody's sync has not reached yet is not there: Empty, at once, and there after it."""
+    real = _files.sync_data
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hang(fd):
+        begun.set()
+        assert goes_on.wait(10)
+        real(fd)
+
+    async def main():
+        same = weclaw.Queue(path)
+        async with weclaw.AsyncQueue(path) as q:
+            with pytest.raises(weclaw.Empty):
+                await q.get_nowait()  # begins the group
+            monkeypatch.setattr(_files, "sync_data", hang)
+            put = asyncio.create_task(q.put("a"))
+            await asyncio.to_thread(begun.wait, 30)
+            for look in (q.get_nowait, lambda: q.get(block=False), lambda: q.get(timeout=0)):
+                with pytest.raises(weclaw.Empty):
+                    await look()
+            with pytest.raises(weclaw.Empty):
+                await q.get_many(3, block=False)
+            with pytest.raises(weclaw.Empty):
+                same.get(block=False)
+            assert not put.done()
+            goes_on.set()
+            await put
+            assert (await q.get_nowait()).body == "a"
+        same.close()
+
+    try:
+        run(main())
+    finally:
+        goes_on.set()
+
+
+def _hang_in_a_sync(pipe, path):
+    from weclaw_embedded import _files
+
+    def hang(fd):
+        pipe.send("written")
+        time.sleep(600)
+
+    with weclaw.Queue(path) as q:
+        _files.sync_data = hang
+        q.put("left")
+
+
+@pytest.mark.parametrize("kind", ["thread", "task"])
+def test_what_the_dead_have_left_unsynced_is_found_by_who_only_looks(path, kind):
+    """A writer dies in its sync: gets that don't wait find the message a little later."""
+    with weclaw.Queue(path) as q, pytest.raises(weclaw.Empty):
+        q.get_nowait()
+
+    async def look():
+        async with weclaw.AsyncQueue(path) as q:
+            while True:
+                try:
+                    return (await q.get_nowait()).body
+                except weclaw.Empty:
+                    await asyncio.sleep(0.01)
+
+    def look_in_thread():
+        with weclaw.Queue(path) as q:
+            return eventually(lambda: _body_of_next(q))
+
+    with weclaw.open(path), Child(_hang_in_a_sync, path) as child:
+        assert child.hear() == "written"
+        child.kill()
+        assert (run(look()) if kind == "task" else look_in_thread()) == "left"
+
+
+def _body_of_next(q):
+    try:
+        return q.get_nowait().body
+    except weclaw.Empty:
+        return None
 
 
 def test_what_a_stopped_loop_has_settled_is_synced(path, monkeypatch):

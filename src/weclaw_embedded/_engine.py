@@ -99,6 +99,8 @@ DEATH_CHECK_S: Final = 0.4
 ALONE_CHECK_S: Final = 2.0
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
+# How long a frame waits for its sync before one who was only passing by does it.
+_LEFT_S: Final = 0.05
 # How often, while a segment is filled, it is seen to that a full disk could be worked off.
 _LOOKS: Final = 32
 # How long a replica that could not be asked to heal something is left alone.
@@ -214,6 +216,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._adopted: list[StoreOptions] = []
         self.replication: Any = None  # this process's part in feeding the replica, if there is one
         self.making = threading.Lock()  # held to make it
+        self._settle_again_s = 0.0  # before that it is seen to already: see `settle_left`
         self._heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
         try:
             opened.taken = True
@@ -488,6 +491,21 @@ class Engine(Folding, Together, Durability, FileOptions):
         if self._other_slots():
             return DEATH_CHECK_S
         return max(DEATH_CHECK_S, ALONE_CHECK_S)
+
+    def settle_left(self) -> None:
+        """Have frames that still wait for a sync made durable soon, if nobody does, and wait for
+        nothing. For who looks once and goes: whoever wrote them may have died before the sync.
+        """
+        words = self.page.words
+        until = words[SYNC_HIGH]
+        if until > words[COMMIT] and time.monotonic() >= self._settle_again_s:
+            due_s = time.monotonic() + _LEFT_S
+            self.timer.call_at(due_s, functools.partial(self._settle, until))
+            self._settle_again_s = due_s
+
+    def _settle(self, until: int) -> None:
+        if not self.closed and self.page.words[COMMIT] < until:
+            self._flush_quietly()
 
     def settle_promises(self) -> bool:
         """Do the sync that frames still wait for, if any; True when there was one to do. Whoever

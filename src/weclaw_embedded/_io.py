@@ -651,15 +651,16 @@ class Io:
         ended = takes.source.ended()
         for call in [call for call in calls if call.until_s == 0.0 or ended is not None]:
             calls.remove(call)
-            if behind:
-                # Something may be there that only waits for a sync.
+            if ended is not None and behind:
+                # It may wait: what was put before the end may be there but for a sync.
                 with self._lock:
                     self._to_retry.append(call)
                     self._sync_until = max(self._sync_until, tail)
-            else:
-                call.over = True
-                call.error = call.empty() if ended is None else copy_of(ended)
-                turn.answers.append(call)
+                continue
+            call.over = True
+            call.error = call.empty() if ended is None else copy_of(ended)
+            turn.answers.append(call)
+            self._engine.settle_left()
         for call in calls:
             self._watch(call)
 

@@ -423,7 +423,6 @@ class Queue(Asking):
         if visibility_timeout is not UNSET:
             visibility_s = self._visibility(visibility_timeout)
         until_s = None if block is True and timeout is None else deadline_of(block, timeout)
-        may_sync = True
         waiter = None if until_s == 0.0 else Waiter(READY_BYTE)
         while True:
             try:
@@ -452,9 +451,8 @@ class Queue(Asking):
                 self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
                 in_time = until_s is None or time.monotonic() < until_s
                 waiter = Waiter(READY_BYTE) if in_time else None
-            elif may_sync and engine.settle_promises():
-                may_sync = False
             else:
+                engine.settle_left()
                 raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
 
     def _visibility(self, given: float | Unset | None) -> float | None:
