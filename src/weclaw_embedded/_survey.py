@@ -226,6 +226,23 @@ def verify(store: Store, update: Update) -> list[tuple[int, str]]:
     return store._engine.verify(_telling(update))
 
 
+def needed_at(store: Store, places: list[int]) -> int:
+    """How many messages some group still needs of those that stand in these places of the log,
+    which can't be read: nobody came upon them yet, so they are not set aside.
+    """
+
+    def look(session: Session) -> int:
+        log = session.log
+        found: set[int] = set()
+        for place in places:
+            for start, end, _ in _mend.unreadable(log, place, log.limit(place >> log.bits)):
+                if start == place:
+                    found.update(session.tx.live_in(start, end))
+        return len(found)
+
+    return store._run(look)
+
+
 def backup(store: Store, path: str, update: Update) -> None:
     """`Store.backup`, telling how far it is."""
     _mend.backup(store._writable(), path, _telling(update))

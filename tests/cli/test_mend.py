@@ -136,6 +136,37 @@ def test_a_backup_is_a_queue_of_its_own(file: Path, done: list[str], js: Any, ct
     assert ctl("backup", file, file.parent / "none" / "x.wq")[0] == 1
 
 
+def test_verify_says_what_becomes_of_what_is_damaged(file: Path, ctl: Any) -> None:
+    """Nothing is said to be set aside before somebody came upon it, and nothing left out after."""
+    with weclaw.Queue(file) as q:
+        q.put("a" * 300)
+        q.put_many(["b" * 300, "c" * 300])
+    damage(file, b"b" * 300)
+    said = ctl("verify", file, "--readonly")[1].splitlines()[-1]
+    assert said.startswith("1 fault; who writes sets aside what they hit when")
+    for _ in range(2):
+        said = ctl("verify", file)[1].splitlines()[-1]
+        assert said.startswith("1 fault; 2 messages will be set aside when come upon, or by")
+    with weclaw.Queue(file) as q:
+        assert [q.get(block=False).body[0]] == ["a"]
+        with pytest.raises(weclaw.Empty):
+            q.get(block=False)
+    said = ctl("verify", file)[1].splitlines()[-1]
+    assert said == "3 faults; what they hit is set aside, or was no longer needed; the rest flows"
+    ctl("repair", file)
+    assert ctl("verify", file)[1].startswith("good")
+
+
+def test_verify_says_that_a_header_is_no_message(file: Path, ctl: Any) -> None:
+    with weclaw.Queue(file, segment_bytes=65536) as q:
+        q.put("a")
+        with file.open("r+b") as opened:
+            opened.seek(4096 + 65536 - 64)
+            opened.write(bytes(64))
+        said = ctl("verify", file)[1].splitlines()[-1]
+        assert said.startswith("1 fault; no message is hit while the other copy of a header is")
+
+
 def test_repair_makes_verify_quiet(file: Path, js: Any, ctl: Any) -> None:
     with weclaw.Queue(file) as q:
         for text in ("a", "b", "c"):

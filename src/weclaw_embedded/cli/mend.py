@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import click
@@ -13,6 +14,8 @@ from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
 
+# Faults in what there are two copies of, and that is no record.
+_IN_HEADER = re.compile(r"slot header is damaged|header block (is|was) damaged")
 # A copy that is being fed may be this late.
 _PATIENCE_S = 5.0
 
@@ -39,6 +42,7 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
         if against is None:
             faults = _survey.verify(store, update)
             compared, promoted = None, 0
+            becomes = "" if as_json or not faults else _what_of(faults, store)
         else:
             compared, promoted = _compare(store, against)
             faults = compared.differences
@@ -52,9 +56,7 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
     elif faults:
         common.print_table([("offset", "right"), "reason"], faults)
         if compared is None:
-            click.echo(
-                f"{common.count(len(faults), 'fault')}; what they hit is set aside, the rest flows"
-            )
+            click.echo(f"{common.count(len(faults), 'fault')}; {becomes}")
         else:
             click.echo(
                 f"the copy was promoted (epoch {promoted}) and goes its own way from there on"
@@ -71,6 +73,20 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
     else:
         click.echo(f"the same: {common.count(compared.frames, 'frame')}")
     return 1 if faults or (compared is not None and compared.behind) else 0
+
+
+def _what_of(faults: list[tuple[int, str]], store: weclaw.Store) -> str:
+    """What becomes of what these faults hit."""
+    hits = [offset for offset, reason in faults if not _IN_HEADER.search(reason)]
+    if not hits:
+        return "no message is hit while the other copy of a header is whole; repair writes both"
+    if store.readonly:
+        return "who writes sets aside what they hit when it is come upon, the rest flows"
+    n = _survey.needed_at(store, hits)
+    if not n:
+        return "what they hit is set aside, or was no longer needed; the rest flows"
+    messages = common.count(n, "message")
+    return f"{messages} will be set aside when come upon, or by repair; the rest flows"
 
 
 def _compare(store: weclaw.Store, against: str) -> tuple[_survey.Comparison, int]:
