@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
-from weclaw_embedded._shared import READY
+from weclaw_embedded._shared import READY, SETTLED, WAITERS
 from weclaw_embedded._wake import SETTLED_BYTE, Timer, Waiter, pipe_path
+from weclaw_embedded.wal import COMMIT, TAIL
 
 
 def marked(q: weclaw.Queue) -> int:
@@ -383,3 +385,86 @@ def test_who_is_woken_before_sleeping_does_not_sleep() -> None:
     slept.start()
     slept.join(10)
     assert not slept.is_alive()
+
+
+def put_and_hang(pipe, path):
+    """Put one that is written, and hang in its sync."""
+    from weclaw_embedded import _files
+
+    q = weclaw.Queue(path)
+
+    def sync_data(fd):
+        pipe.send("in its sync")
+        time.sleep(1000)
+
+    _files.sync_data = sync_data
+    q.put("written")
+
+
+def test_an_ack_leaves_the_commit_point_to_the_next_turn(open_queue):
+    """It is durable when it returns, with no lock after its sync; the next turn tells others."""
+    q = open_queue()
+    engine = q._engine
+    words = engine.page.words
+    q.put("x")
+    assert words[COMMIT] == words[TAIL]
+    msg = q.get()
+    msg.ack()
+    tail = words[TAIL]
+    assert words[COMMIT] < tail
+    assert engine.is_durable(tail)
+    assert q.qsize() == 0
+    assert words[COMMIT] == words[TAIL] == tail
+
+
+def test_what_a_dead_process_put_comes_with_the_sync_of_an_ack(path):
+    """A put whose process died in its sync is durable by anybody's, and then it is delivered."""
+    with weclaw.Queue(path) as q:
+        q.put("first")
+        msg = q.get()
+        with Child(put_and_hang, str(path)) as child:
+            assert child.hear() == "in its sync"
+            child.kill()
+        msg.ack()
+        assert q.get(block=False).body == "written"
+
+
+def test_a_commit_point_below_a_put_wakes_nobody_for_it(path):
+    """Who syncs something else while a put is in its sync leaves those who wait for it asleep."""
+    with weclaw.Queue(path) as q, waiting(q, Child(consume_one, str(path))):
+        page = q._engine.page
+        words = page.words
+
+        def ask(session):
+            tail = words[TAIL]
+            page.promise_sync(tail + 100, tail + 200)
+            assert page.note_puts(1, 1) == []
+            words[COMMIT] = tail
+            assert page.take_seen() == []
+            assert marked(q) == 1
+            words[COMMIT] = tail + 200
+            woken = page.take_seen()
+            page.wait_for(woken[0], READY, 1)
+            page.forget_promises()
+            words[COMMIT] = tail
+            return woken
+
+        assert len(q._engine.execute(ask)) == 1
+        q.put("x")
+
+
+def test_those_who_wait_are_counted_by_what_for(open_queue):
+    """Twice for the same thing is once; a slot that is given up waits for nothing."""
+    page = open_queue()._engine.page
+    words = page.words
+    before = words[WAITERS]
+    page.wait_for(7, READY, 1)
+    page.wait_for(7, READY, 2)
+    assert words[WAITERS] == before + 1
+    page.wait_for(7, SETTLED, 1)
+    assert words[WAITERS] >> 32 == (before >> 32) + 1
+    assert page.waits(7, READY)
+    page.set_token(7, 0)
+    assert words[WAITERS] == before
+    assert not page.waits(7, READY)
+    assert not page.waits(7, SETTLED)

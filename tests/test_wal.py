@@ -253,9 +253,9 @@ def test_stretches_tell_the_frames_that_were_written(
             if isinstance(one, Frame):
                 found.update((offset, (one.time_us, body)) for offset, body in one.records)
             else:
-                found.update((offset, (time_us, body)) for offset, time_us, body in one.records())
-                heads = [int.from_bytes(body[:8], "little") for _, _, body in one.records()]
-                short = [len(body) < 8 for _, _, body in one.records()]
+                found.update((offset, (time_us, body)) for offset, time_us, (body,) in one.told())
+                heads = [int.from_bytes(body[:8], "little") for _, _, (body,) in one.told()]
+                short = [len(body) < 8 for _, _, (body,) in one.told()]
                 assert one.heads == [
                     -1 if is_short else head for head, is_short in zip(heads, short, strict=True)
                 ]

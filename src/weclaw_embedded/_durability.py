@@ -1,7 +1,8 @@
 """Making durable: one sync for all who wait, and what a sync that failed means for everybody.
 
 Role: the part of the engine that calls fdatasync, publishes the commit point and answers. No lock
-is held over a sync; one sync answers everybody whose frames were written before it began. After
+is held over a sync; one sync answers everybody whose frames were written before it began. What
+nobody else waits for, an ack, is published by the next turn, which has the lock anyhow. After
 one failed write or sync nothing is promised any more until all have closed, and the same goes for
 a file or scratch folder that is not where it was opened.
 """
@@ -52,6 +53,11 @@ class Durability:
     _syncing: bool
     _sync_waiters: list[tuple[int, threading.Lock]]
     _failure: str | None
+    # Everything below is on stable storage, as this process knows; `is_late` while that may be more
+    # than it has published.
+    synced: int
+    is_late: bool
+    puts_to: int  # where the last frame of this process with puts that were promised a sync ends
     _identity: tuple[int, ...]
     _watch_fd: int
     _has_moved: Callable[[int], object]
@@ -68,7 +74,7 @@ class Durability:
         while True:
             if words[FAILED] or self._failure:
                 raise self._failed()
-            if words[COMMIT] >= until:
+            if words[COMMIT] >= until or self.synced >= until:
                 return
             waiter = None
             leads = False
@@ -107,7 +113,7 @@ class Durability:
             self._syncing = False
             if not self._sync_waiters:
                 return
-            commit = self.page.words[COMMIT]
+            commit = max(self.page.words[COMMIT], self.synced)
             failed = self.page.words[FAILED] or self._failure
             waiting, self._sync_waiters = self._sync_waiters, []
             leader_found = False
@@ -119,7 +125,9 @@ class Durability:
                     self._sync_waiters.append((until, waiter))
 
     def _sync_once(self) -> None:
-        """fdatasync, then publish the commit point under the lock and wake who waited for it."""
+        """fdatasync, then publish the commit point under the lock and wake who waited for it; or
+        leave that to the next turn if others wait for nothing of it.
+        """
         words = self.page.words
         target = words[TAIL]
         self._unsynced = 0
@@ -128,8 +136,15 @@ class Durability:
         with self._lock:
             if self.closed:
                 # The descriptors may be somebody else's by now. Whoever closed has synced, too.
-                if words[COMMIT] < target:
+                if max(words[COMMIT], self.synced) < target:
                     raise self._closed_meanwhile()
+                return
+            if self.puts_to <= words[COMMIT] and not words[REPLICATION]:
+                if words[FAILED]:
+                    raise self._failed()
+                # In this order: a turn that takes the mark away finds what it stands for.
+                self.synced = target
+                self.is_late = True
                 return
             try:
                 self._lock_file()
@@ -148,6 +163,17 @@ class Durability:
         if feeder and not (feeder == self.slot + 1 and words[REPLICATION] & SYNC_WANTED):
             words[FEEDER_SLEEPS] = 0
             self.waker.poke([FEED_PIPE], FEED_BYTE)
+
+    def publish(self) -> list[int]:
+        """Raise the commit point to what this process has synced and not published; slots to be
+        woken for what is visible by that. The caller holds the write lock.
+        """
+        self.is_late = False
+        words = self.page.words
+        if words[COMMIT] >= self.synced:
+            return []
+        words[COMMIT] = self.synced
+        return self.page.take_seen()
 
     def sync_file(self) -> None:
         """fdatasync, and nothing else. Raises StoreFailedError, and then every process stops."""

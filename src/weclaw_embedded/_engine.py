@@ -48,6 +48,7 @@ from ._shared import (
     DEAD_SEQ,
     FAILED,
     FENCED_BY,
+    FOR_SETTLED,
     INDEX_SEQ,
     INDEX_SYNCED,
     IS_COPY,
@@ -182,6 +183,8 @@ class Engine(Folding, Together, Durability, FileOptions):
         self._syncing = False
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
         self._failure: str | None = None
+        self.synced = self.puts_to = 0
+        self.is_late = False
         self._identity = _files.identity(self.fd)[:2]
         self._watch_fd = watch_names(
             [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
@@ -195,7 +198,7 @@ class Engine(Folding, Together, Durability, FileOptions):
         self.folded_to = self._tail_seen = 0
         self._next_probe = 0
         self._owners_seen = -1
-        self._others: list[int] = []  # slots of the owners seen then, but for our own
+        self._others: list[tuple[int, bytes]] = []  # of the owners seen then, but for our own
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
         self._upkept_at = -1  # the last segment at the last upkeep that was due
@@ -265,9 +268,12 @@ class Engine(Folding, Together, Durability, FileOptions):
                         session = self._begin()
                     else:
                         session = Session(self)
+                    if self.is_late:
+                        session.woken = self.publish()
                     result = operation(session, *args)
                     session.finish()
-                    if session.woken or words[WAITERS]:
+                    waiters = words[WAITERS]
+                    if session.woken or (waiters and (session.ready or waiters >= FOR_SETTLED)):
                         self._take_pokes(session)
                 except BaseException as error:
                     if session is not None:
@@ -407,16 +413,20 @@ class Engine(Folding, Together, Durability, FileOptions):
 
     def dead_owners(self, everyone: bool) -> list[int]:
         """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
-        slots = self._other_slots()
-        if not everyone and slots:
-            self._next_probe = (self._next_probe + 1) % len(slots)
-            slots = [slots[self._next_probe]]
-        return [slot for slot in slots if not _files.is_locked(self.fd, OWNER + slot)]
+        others = self._other_owners()
+        if not everyone and len(others) > 1:
+            self._next_probe = probe = (self._next_probe + 1) % len(others)
+            others = others[probe : probe + 1]
+        dead = _files.unlocked(self.fd, others)
+        return [start - OWNER for start in dead] if dead else dead
 
-    def _other_slots(self) -> list[int]:
+    def _other_owners(self) -> list[tuple[int, bytes]]:
+        """What to ask of the locks of the other owners."""
         seq = self.page.words[OWNERS_SEQ]
         if seq != self._owners_seen:
-            self._owners_seen, self._others = seq, self.page.others(self.slot)
+            others = self.page.others(self.slot)
+            self._owners_seen = seq
+            self._others = [_files.question(OWNER + slot) for slot in others]
         return self._others
 
     def bury(self, session: Session, slots: list[int]) -> None:
@@ -488,7 +498,7 @@ class Engine(Folding, Together, Durability, FileOptions):
     @property
     def look_every_s(self) -> float:
         """How long whoever waits sleeps before he looks for what nobody tells."""
-        if self._other_slots():
+        if self._other_owners():
             return DEATH_CHECK_S
         return max(DEATH_CHECK_S, ALONE_CHECK_S)
 
@@ -595,7 +605,7 @@ class Engine(Folding, Together, Durability, FileOptions):
     def is_durable(self, until: int) -> bool:
         """Whether everything below is on stable storage, and on the replica if that is wanted."""
         words = self.page.words
-        if words[COMMIT] < until:
+        if words[COMMIT] < until and self.synced < until:
             return False
         return not words[REPLICATION] & SYNC_WANTED or bool(words[REPLICATED] >= until)
 

@@ -64,6 +64,7 @@ __all__ = [
     "open_ro",
     "open_rw",
     "punch",
+    "question",
     "read_all",
     "read_at",
     "replace",
@@ -76,6 +77,7 @@ __all__ = [
     "try_lock",
     "unlink",
     "unlock",
+    "unlocked",
     "write_at",
     "zero_fill",
 ]
@@ -641,6 +643,7 @@ def is_network_file_system(path: str) -> bool:
 _OFD = sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK") and struct.calcsize("P") == 8
 _F_OFD_GETLK, _F_OFD_SETLK, _F_OFD_SETLKW = 36, 37, 38
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid (must be 0)
+_UNLOCKED = struct.pack("h", fcntl.F_UNLCK)  # as what is asked of a lock answers
 _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 
 
@@ -706,11 +709,23 @@ def bound_lock(fd: int, start: int) -> tuple[Callable[[], object], Callable[[], 
     )
 
 
+def question(start: int) -> tuple[int, bytes]:
+    """What `unlocked` is to ask of the byte at `start`, prepared."""
+    return start, _request(fcntl.F_WRLCK, start)
+
+
+def unlocked(fd: int, asked: Sequence[tuple[int, bytes]]) -> list[int]:
+    """Those of the bytes on which nobody else's open file holds a lock, by their `question`."""
+    if _OFD:
+        ask = fcntl.fcntl
+        return [one for one, what in asked if ask(fd, _F_OFD_GETLK, what)[:2] == _UNLOCKED]
+    return [one for one, _ in asked if not is_locked(fd, one)]
+
+
 def is_locked(fd: int, start: int) -> bool:
     """Whether somebody else's open file holds any lock on the byte at `start`."""
     if _OFD:
-        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _request(fcntl.F_WRLCK, start))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return not unlocked(fd, [question(start)])
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
     except OSError as error:

@@ -76,6 +76,8 @@ class Folding:
             if tx.stored == tail:
                 # Others may have applied it all, and this process never seen the last frame.
                 self.log.remember_last(tail, tx.last_frame, tx.last_crc)
+        elif (few := self.log.few(applied)) is not None:
+            tx.apply_stretch(few)
         else:
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
             last = fold_in_parts(self.index, tx, self.log, found, applied)

@@ -25,7 +25,6 @@ This module must not know what records mean, nor where the bytes come from.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
@@ -193,6 +192,11 @@ class Stretch(NamedTuple):
         """The offset of its last frame."""
         return self.base + self._part_of(self.places[-1])
 
+    def last_of(self, end: int) -> tuple[int, int, int]:
+        """That `end`, at which its last frame ends, with offset and checksum of this frame."""
+        at = self._part_of(self.places[-1])
+        return end, self.base + at, int(PART.unpack_from(self.data, at)[0])
+
     @property
     def flags(self) -> int:
         """The flags of its last frame."""
@@ -207,11 +211,13 @@ class Stretch(NamedTuple):
         found = index < len(self.places) and self.places[index] == place
         return found and self._part_of(place) == place - PART_BYTES
 
-    def records(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield of each record its offset, the time of its frame, and its bytes."""
-        base, data = self.base, self.data
-        for place, end in zip(self.places, self.ends, strict=True):
-            yield base + place, self.time_us(place), data[place + ENVELOPE_BYTES : end]
+    def told(self) -> list[tuple[int, int, tuple[bytes]]]:
+        """Of each record its offset, the time of its frame, and its bytes as the only part."""
+        base, data, time_us = self.base, self.data, self.time_us
+        return [
+            (base + place, time_us(place), (data[place + ENVELOPE_BYTES : end],))
+            for place, end in zip(self.places, self.ends, strict=True)
+        ]
 
     def time_us(self, place: int) -> int:
         """The time of the frame that a record is in."""

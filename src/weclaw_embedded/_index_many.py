@@ -85,11 +85,7 @@ class Many(Fold):
                     self.apply(told, is_all=False)
                     continue
                 end = one.end
-                if len(one.places) > _FEW:
-                    self._fold_stretch(one)
-                else:
-                    told = ((offset, when, (record,)) for offset, when, record in one.records())
-                    self.apply(told, is_all=False)
+                self._fold_stretch(one)
                 if sum(len(group.fresh) for group in self._changed_groups.values()) > _MOST_FRESH:
                     self._write_leases()
             if self._in_use:
@@ -98,8 +94,20 @@ class Many(Fold):
             raise self._failed(error) from error
         return end
 
+    def apply_stretch(self, stretch: Stretch) -> None:
+        """Fold all records of one stretch. Raises as `apply_many` does."""
+        try:
+            self._fold_stretch(stretch)
+            if self._in_use:
+                self._write_leases()
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
     def _fold_stretch(self, stretch: Stretch) -> None:
         base, data, heads, places, ends, _ = stretch
+        if len(places) <= _FEW:
+            self.apply(stretch.told(), is_all=False)
+            return
         unpack_deliver = _DELIVER_ONE.unpack_from
         unpack_ack = _ACK.unpack_from
         # At hand: the queue last put to,

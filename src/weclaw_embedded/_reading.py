@@ -28,7 +28,16 @@ from ._format import (
     Stretch,
     envelopes,
 )
-from ._scan import BadPartError, Frame, OnDamage, check_part, collect, stretches, walk
+from ._scan import (
+    BadPartError,
+    Frame,
+    OnDamage,
+    check_part,
+    collect,
+    stretch_of,
+    stretches,
+    walk,
+)
 from ._segments import CHECKPOINT, HEAD, TAIL, MissingSegmentError, Segments
 from .errors import CorruptError
 
@@ -166,6 +175,25 @@ class Reading(Segments):
         """Make a window of the first `n` bytes of the data, which begin at an offset."""
         self._window = (begin + PART_BYTES, begin + n - ENVELOPE_BYTES, data, salt - PART_BYTES)
 
+    def few(self, start: int) -> Stretch | None:
+        """All frames from `start`, where one begins, to the tail, if they are few and whole in one
+        segment, as what others wrote since most often is; and what `keep_at_hand` does with them.
+        """
+        tail = self.state.words[TAIL]
+        segment = start >> self.bits
+        size = tail - start
+        if size > _LARGE_WINDOW or start & (self.segment_bytes - 1) < SLOT_BYTES:
+            return None
+        if tail - 1 >> self.bits != segment:
+            return None
+        shift, salt = self.place(segment)
+        found = stretch_of(start, _files.read_at(self.fd, size + SLOT_BYTES, start + shift), salt)
+        if not found.places or found.end != tail:
+            return None
+        self._last = found.last_of(tail)
+        self._open_window(start, size, found.data, salt)
+        return found
+
     def keep_at_hand(self, found: Stretch | Frame | None) -> None:
         """Remember what is wanted next of what was just read up to the log's tail: which frame is
         the last, and if they are few all of them.
@@ -177,8 +205,7 @@ class Reading(Segments):
             return
         base, data, _, _, ends, _ = found
         if base + ends[-1] == tail:
-            last = found.last
-            self._last = (tail, last, int.from_bytes(data[last - base : last - base + 4], "little"))
+            self._last = found.last_of(tail)
         if len(data) <= _LARGE_WINDOW:
             self._open_window(base, ends[-1], data, self.place(base >> self.bits)[1])
 

@@ -49,6 +49,7 @@ __all__ = [
     "OnDamage",
     "check_part",
     "collect",
+    "stretch_of",
     "stretches",
     "walk",
 ]
@@ -282,7 +283,7 @@ def stretches(
             data = _files.read_at(log.fd, wanted + _BEHIND, offset + shift)
             base, at, room = offset, 0, _WINDOW
             while at < wanted:
-                stretch = _stretch(base, data, at, salt, check)
+                stretch = stretch_of(base, data, salt, at, check)
                 if stretch.places:
                     broken = False
                     yield stretch
@@ -328,7 +329,7 @@ def _cut_by(data: bytes, at: int, size: int, limit: int) -> int:
     return max(_WINDOW, end - at) if size < end <= limit else 0
 
 
-def _stretch(base: int, data: bytes, at: int, salt: int, check: bool) -> Stretch:
+def stretch_of(base: int, data: bytes, salt: int, at: int = 0, check: bool = True) -> Stretch:
     """As many frames as are whole and valid in `data` from `at` on, but for `_BEHIND` bytes at its
     end.  Everything out of the ordinary is left to `collect`, and what a Checkpoint begins.
     """

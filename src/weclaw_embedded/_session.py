@@ -196,7 +196,8 @@ class Session:
             put_to = self.put_to
             if put_to and self._sync_from:
                 # Before the write, so that no moment exists in which it could be delivered.
-                self.page.promise_sync(self._sync_from, self.log.pending_tail)
+                self.engine.puts_to = end = self.log.pending_tail
+                self.page.promise_sync(self._sync_from, end)
             try:
                 self.tail = self.log.write()
             except DiskFullError:
@@ -204,7 +205,7 @@ class Session:
             except OSError as error:
                 raise self.engine.fail(f"writing failed: {error}") from error
             if put_to:
-                self.woken = self.page.note_puts(put_to, self.put_n)
+                self.woken = [*self.woken, *self.page.note_puts(put_to, self.put_n)]
         tx = self._tx
         if self.is_special:
             self._finish_special(appended)

@@ -38,7 +38,7 @@ FAILED = 22  # 1 once a write or sync has failed
 SYNC_HIGH = 23  # end of the last frame that was promised a sync and holds a Put
 FIRST_SYNC = 24  # start of the first such frame not yet below the commit point
 DEAD_SEQ = 25  # changes whenever an owner is found dead
-WAITERS = 26  # owners that wait for something
+WAITERS = 26  # owners that wait for messages, and `FOR_SETTLED` times those for what is settled
 OWNERS_HIGH = 27  # slots ever used
 NONCE = 28  # of this page
 LOG_DEVICE = 29
@@ -85,6 +85,7 @@ _SLOTS_AT: Final = WORDS_BYTES + _OWNERS_BYTES
 _MAGIC_WORD: Final = int.from_bytes(b"wqpage" + PAGE_VERSION.to_bytes(2, "little"), "little")
 _MASK64: Final = (1 << 64) - 1
 
+FOR_SETTLED: Final = 1 << 32  # in WAITERS, each that waits for messages counting 1
 TOKEN, READY, SETTLED, PINNED, AWAITED, GROUP = range(6)
 
 
@@ -237,7 +238,8 @@ class SharedPage(LogState):
         """
         words = self.words
         mask, n = words[UNSEEN], words[UNSEEN_PUTS]
-        if not mask:
+        commit = words[COMMIT]
+        if not mask or (commit < words[SYNC_HIGH] and commit <= words[FIRST_SYNC]):
             return []
         if self.visible(words[TAIL]) >= words[TAIL]:
             words[UNSEEN] = words[UNSEEN_PUTS] = 0
@@ -337,12 +339,10 @@ class SharedPage(LogState):
         """Give or clear the token of a slot. The caller holds the write lock."""
         at = self._owners_at + slot * _OWNER_WORDS
         words = self.words
-        waited = words[at + READY] or words[at + SETTLED]
-        words[at + READY] = words[at + SETTLED] = words[at + PINNED] = words[at + AWAITED] = 0
-        if waited:
-            # After the marks: whoever dies in between leaves a number that is too high, not one
-            # that is below 0 when the mark is taken again.
-            words[WAITERS] -= 1
+        for kind in (READY, SETTLED):
+            if words[at + kind]:
+                self.wait_no_more(slot, kind)
+        words[at + PINNED] = words[at + AWAITED] = 0
         words[at] = token
         words[OWNERS_SEQ] += 1
         if token and slot >= words[OWNERS_HIGH]:
@@ -354,23 +354,25 @@ class SharedPage(LogState):
         """
         at = self._owners_at + slot * _OWNER_WORDS
         words = self.words
-        if not (words[at + READY] or words[at + SETTLED]):
-            words[WAITERS] += 1
+        waited = words[at + kind]
+        if not waited:
+            words[WAITERS] += 1 if kind == READY else FOR_SETTLED
         if kind == READY:
-            words[at + GROUP] = gid if words[at + READY] == 0 or words[at + GROUP] == gid else 0
-        words[at + kind] |= mask
+            words[at + GROUP] = gid if waited == 0 or words[at + GROUP] == gid else 0
+        words[at + kind] = waited | mask
 
     def waits(self, slot: int, kind: int) -> bool:
         """Whether the owner of `slot` is noted as one that waits."""
         return self.words[self._owners_at + slot * _OWNER_WORDS + kind] != 0
 
     def wait_no_more(self, slot: int, kind: int) -> None:
-        """Take back `wait_for`. The caller holds the write lock."""
+        """Take back a `wait_for`. The caller holds the write lock."""
         at = self._owners_at + slot * _OWNER_WORDS
         words = self.words
         words[at + kind] = 0
-        if not (words[at + READY] or words[at + SETTLED]):
-            words[WAITERS] -= 1
+        # After the mark: whoever dies in between leaves a number that is too high, not one that is
+        # below 0 when the mark is taken again.
+        words[WAITERS] -= 1 if kind == READY else FOR_SETTLED
 
     def take_waiting(self, kind: int, mask: int) -> list[int]:
         """Slots that wait for this; they are no longer marked. The caller holds the write lock."""
@@ -386,10 +388,12 @@ class SharedPage(LogState):
         """
         words = self.words
         waiting = [slot for slot, waits in enumerate(self._of_each(READY)) if waits & mask]
-        first = bisect_left(waiting, words[NEXT_WOKEN] % words[OWNERS_HIGH])
+        if len(waiting) > 1:
+            first = bisect_left(waiting, words[NEXT_WOKEN] % words[OWNERS_HIGH])
+            waiting = waiting[first:] + waiting[:first]
         found = []
         woken: dict[int, int] = {}
-        for slot in waiting[first:] + waiting[:first]:
+        for slot in waiting:
             gid = words[self._owners_at + slot * _OWNER_WORDS + GROUP]
             if gid:
                 if woken.get(gid, 0) >= n:
