@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime, timezone
 
 import pytest
 from tests.helpers.processes import Child
@@ -430,3 +431,69 @@ def test_a_killed_worker_gives_its_messages_to_the_others_at_once(path, open_que
             assert q.result(id, timeout=20) == 1
             # Half a second is the promise; the rest is for a busy machine.
             assert time.monotonic() - started < 5.0
+
+
+class Untellable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+async def exits(msg):
+    sys.exit(3)
+
+
+def raises_untellable(msg):
+    raise Untellable
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [
+        (
+            raises_untellable,
+            "Untellable: (its text can't be told: its __str__ raised RuntimeError)",
+        ),
+        (exits, "SystemExit: 3"),
+        (lambda msg: exits(msg), "SystemExit: 3"),
+        (lambda msg: sys.exit(3), "SystemExit: 3"),
+    ],
+    ids=[
+        "an exception without a text",
+        "a coroutine exits",
+        "a lambda's exits",
+        "a function exits",
+    ],
+)
+def test_however_a_handler_fails_it_is_counted_and_the_next_one_has_its_turn(
+    open_queue, handler, reason
+):
+    """A failure that can't be told, and `sys.exit()`, end a delivery and not the worker."""
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=1, backoff=0))
+    bad = q.put("bad")
+    good = q.put("good")
+    with Running(q, lambda msg: handler(msg) if msg.body == "bad" else "done", pause_after=0):
+        assert q.result(good, timeout=20) == "done"
+        eventually(lambda: q.status(bad) == "dead")
+    [letter] = q.dlq
+    assert letter.retry_count == 1
+    assert reason in letter.reason
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_renewal_goes_on_with_the_time_the_handler_asked_for(open_queue, awaits):
+    """`extend(60)` in a handler is not undone by the next renewal of a short lease."""
+    q = open_queue(visibility_timeout=0.6)
+    task = q.put("x")
+    left_s = []
+
+    def handler(msg):
+        msg.extend(60)
+        time.sleep(1.0)
+        left_s.append((msg.lease_expires_at - datetime.now(timezone.utc)).total_seconds())
+
+    async def awaiting(msg):
+        handler(msg)
+
+    with Running(q, awaiting if awaits else handler):
+        q.result(task, timeout=20)
+    assert left_s[0] > 10

@@ -7,7 +7,7 @@ became of the file's space is nothing to it.
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .queue import Queue
 
 T = TypeVar("T")
+# How often a lease is renewed while it lasts.
+_RENEWALS: Final = 3
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _FIRST_US: Final = (datetime.min.replace(tzinfo=timezone.utc) - _EPOCH) // _MICROSECOND
@@ -48,8 +50,11 @@ def to_datetime(us: int) -> datetime:
 
 def describe(error: BaseException) -> str:
     """An exception as the reason of a failure: its type and text."""
-    text = str(error)
     name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as failed:  # noqa: BLE001  the user's code, which must not hide the failure
+        text = f"(its text can't be told: its __str__ raised {type(failed).__name__})"
     return f"{name}: {text}" if text else name
 
 
@@ -272,7 +277,9 @@ class Message(Told):
         self._settle(_settling.release)
 
     def extend(self, seconds: float | None = None) -> None:
-        """Count the lease anew from now, for `seconds` (None: as long as it was given)."""
+        """Count the lease anew from now, for `seconds` (None: as many as the last time, be it
+        `visibility_timeout` or an `extend`). What renews it, `with` or a worker, goes on with them.
+        """
         from ._options import check_seconds
 
         lease = self._held()
@@ -281,6 +288,8 @@ class Message(Told):
         else:
             seconds = check_seconds("seconds", seconds, positive=True)
         self._settle(_settling.extend, seconds)
+        if lease.renewal is not None:
+            lease.renewal = lease.renewal.anew()
 
     def _held(self) -> Lease:
         lease = self._lease
@@ -322,8 +331,8 @@ class Message(Told):
 
     def __enter__(self) -> Message:
         lease = self._held()
-        if lease.visibility_s is not None and lease.renewal is None:
-            lease.renewal = Renewal(self, lease)
+        if lease.renewal is None:
+            lease.renewal = Renewal(lease)
         return self
 
     def _stop_renewal(self) -> Lease:
@@ -378,32 +387,41 @@ class Seen(Message):
 
 
 class Renewal:
-    """Extends a lease at each third of its length until stopped, on the engine's timer."""
+    """Extends a lease at each third of its length, as that was last given, until stopped: from a
+    thread of the engine's that does nothing else. Not past `until_s` (`time.monotonic`).
+    """
 
-    def __init__(self, message: Message, lease: Lease) -> None:
-        assert lease.visibility_s is not None
-        self._message = message
-        self._seconds = lease.visibility_s
-        self._engine = lease.engine
-        self._stopped = threading.Event()
+    def __init__(self, lease: Lease, until_s: float = math.inf) -> None:
+        self._lease = lease
+        self._until_s = until_s
+        self._stopped = False
         self._plan()
 
     def _plan(self) -> None:
-        self._engine.renewals.call_at(time.monotonic() + self._seconds / 3, self._renew)
+        length_s = self._lease.visibility_s
+        if length_s is not None:
+            when_s = time.monotonic() + length_s / _RENEWALS
+            if when_s < self._until_s:
+                self._lease.engine.renewals.call_at(when_s, self._renew)
 
     def _renew(self) -> None:
-        if self._stopped.is_set():
+        if self._stopped:
             return
         try:
-            self._message.extend(self._seconds)
+            self._lease.engine.execute(_settling.renew, self._lease)
         except DiskFullError:
             pass  # tried again in a third of the lease
         except Exception:  # noqa: BLE001  lost, closed or failed: whoever settles it is told
             return
         self._plan()
 
+    def anew(self) -> Renewal:
+        """Another one in its place, which counts from now: the lease has another length."""
+        self.stop()
+        return Renewal(self._lease, self._until_s)
+
     def stop(self) -> None:
-        self._stopped.set()
+        self._stopped = True
 
 
 class Transaction:

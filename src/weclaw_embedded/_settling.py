@@ -164,3 +164,8 @@ def extend(session: Session, lease: Lease, seconds: float | None) -> None:
         session.ready |= mask_of(lease.tid)  # so that they know when it ends
     lease.deadline_ns = deadline_ns
     lease.visibility_s = seconds
+
+
+def renew(session: Session, lease: Lease) -> None:
+    """Extend it by the length it has now: its holder may just have given it another."""
+    extend(session, lease, lease.visibility_s)

@@ -8,8 +8,8 @@ Invariants:
 
 * A message is settled once: by its handler, or by what the handler returned or raised, or when
   its time is over.
-* A lease is renewed from a thread of the worker's own, so that neither a handler that blocks the
-  loop nor an `on_dead` that takes its time lets it run out.
+* A lease is renewed from a thread that does nothing else, so that neither a handler that blocks
+  the loop nor an `on_dead` that takes its time lets it run out.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import queue as stdlib_queue
 import signal
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
 from ._async import AsyncMessage
 from ._async_queue import AsyncQueue
 from ._io import Written, io_of
-from ._message import Message, clip, describe
+from ._message import Message, Renewal, clip, describe
 from ._options import check_count, check_seconds, check_timeout
-from ._wake import Timer
 from .errors import ClosedError, DiskFullError, LeaseLostError, StorageError
 from .queue import Queue
 
 logger = logging.getLogger("weclaw_embedded")
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-# How often a lease is renewed while it lasts.
-_RENEWALS: Final = 3
 # After an error of the queue itself, such as a full disk.
 _PATIENCE_S: Final = 1.0
 
@@ -124,7 +122,6 @@ class Worker:
         self._hurried: asyncio.Future[None] | None = None
         self._running: dict[AsyncMessage, _Run] = {}
         self._threads = _Threads()
-        self._timer = Timer("weclaw-renew")
         self._in_a_row = 0
         self.done = 0
         """Deliveries that ended well."""
@@ -163,7 +160,6 @@ class Worker:
                 await self._supervise(slots, told, hurried)
             finally:
                 await self._end(slots)
-                self._timer.close()
                 self._threads.close()
 
     async def _supervise(
@@ -349,31 +345,11 @@ class _Run:
     def __init__(self, worker: Worker, msg: AsyncMessage) -> None:
         self._worker = worker
         self._msg = msg
-        self._ended = threading.Event()
         self.over = False  # settled by the worker before the handler came to its end
+        limit_s = worker._max_run_s
+        self._until_s = math.inf if limit_s is None else time.monotonic() + limit_s
         lease = msg._held()
-        self._lease_s = lease.visibility_s
-        self._until_s: float | None = None
-        if worker._max_run_s is not None:
-            self._until_s = time.monotonic() + worker._max_run_s
-        self._renew_later()
-
-    def _renew_later(self) -> None:
-        if self._lease_s is not None:
-            when_s = time.monotonic() + self._lease_s / _RENEWALS
-            if self._until_s is None or when_s < self._until_s:
-                self._worker._timer.call_at(when_s, self._renew)
-
-    def _renew(self) -> None:
-        if self._ended.is_set() or self.over:
-            return
-        try:
-            Message.extend(self._msg, self._lease_s)
-        except DiskFullError:
-            pass  # tried again at the next
-        except Exception:  # noqa: BLE001  lost, closed or failed: settling it will say so
-            return
-        self._renew_later()
+        lease.renewal = Renewal(lease, self._until_s)
 
     def settles(self) -> bool:
         """Whether the worker is to settle the message: nobody has yet."""
@@ -383,19 +359,21 @@ class _Run:
         """What the handler returns. Raises what it raises, and TimeoutError after its time."""
         worker = self._worker
         if worker._awaits:
-            working: asyncio.Future[Any] = asyncio.ensure_future(worker._handler(self._msg))
+            working: asyncio.Future[Any] = asyncio.ensure_future(
+                _outcome(worker._handler(self._msg))
+            )
         else:
             msg = self._msg
             plain = Message(msg._queue, msg._held(), msg._record, msg._time_us)
             working = worker._threads.start(worker._handler, plain)
         result = await self._in_time(working)
         if inspect.isawaitable(result):
-            result = await self._in_time(asyncio.ensure_future(result))
+            result = await self._in_time(asyncio.ensure_future(_outcome(result)))
         return result
 
     async def _in_time(self, working: asyncio.Future[Any]) -> Any:
         left_s = None
-        if self._until_s is not None:
+        if self._until_s < math.inf:
             left_s = max(0.0, self._until_s - time.monotonic())
         try:
             await asyncio.wait({working}, timeout=left_s)
@@ -422,7 +400,7 @@ class _Run:
         raise error
 
     def end(self) -> None:
-        self._ended.set()
+        self._msg._stop_renewal()
 
 
 class _Threads:
@@ -473,6 +451,16 @@ class _Threads:
         """Threads end when they have nothing to do."""
         for _ in range(self._n):
             self._jobs.put(None)
+
+
+async def _outcome(working: Awaitable[Any]) -> Any:
+    """What a handler's coroutine comes to. `sys.exit()` in one ends a delivery: it would end the
+    loop, and the message would be handed back uncounted, to end the next worker.
+    """
+    try:
+        return await working
+    except SystemExit as error:
+        raise RuntimeError(describe(error)) from error
 
 
 def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import datetime, timezone
 
 import pytest
 from tests.helpers.processes import Child
@@ -106,7 +107,19 @@ def test_case_03_with_msg_renews_its_lease_while_it_runs(open_queue):
     assert q.stats().settled == 1
 
 
-@pytest.mark.skipif(not hasattr(weclaw, "Worker"), reason="there is no Worker yet")
+@pytest.mark.parametrize(("given", "asked"), [(0.6, 60), (60, 2), (None, 2)])
+def test_a_with_renews_by_what_was_asked_for_last(open_queue, given, asked):
+    """`extend` in a `with` is neither undone by the next renewal nor left to run out."""
+    q = open_queue(retry=NO_WAIT)
+    q.put("x")
+    with q.get(visibility_timeout=given) as msg:
+        msg.extend(asked)
+        time.sleep(2.5)
+        left_s = (msg.lease_expires_at - datetime.now(timezone.utc)).total_seconds()
+        assert asked - 3 < left_s <= asked
+    assert q.stats().settled == 1
+
+
 def test_case_03_a_worker_renews_while_its_handler_runs(path, open_queue):
     """Case 3: a handler five leases long in a worker is called once though others wait."""
     q = open_queue(visibility_timeout=0.4, retry=NO_WAIT)
@@ -206,7 +219,6 @@ def test_case_08_deferring_burns_no_retry(open_queue):
     assert len(q.dlq) == 0
 
 
-@pytest.mark.skipif(not hasattr(weclaw, "Worker"), reason="there is no Worker yet")
 def test_case_08_retry_later_burns_no_retry(open_queue):
     """Case 8: a handler that raises `RetryLater` twenty times and then returns is done."""
     q = open_queue(retry=weclaw.RetryPolicy(max_retries=3, backoff=0.0))
