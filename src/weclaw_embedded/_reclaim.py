@@ -120,15 +120,24 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
 def _pays(session: Session, tx: Tx, live: list[int]) -> bool:
     """On a disk that is short: whether carrying all that lives frees much, and fits meanwhile."""
     log = session.log
+    words = log.state.words
     kept_bytes = log.pending_tail - log.head_offset
-    plain_bytes = tx.live_bytes(ENVELOPE_BYTES + PART_BYTES)
     carried_bytes = tx.live_bytes(_told_bytes(session, tx, live))
     # The index takes its part of the same disk, and never shrinks.
     indexed_bytes = tx.count_without_row() * _INDEXED_BYTES
-    return (
-        carried_bytes + indexed_bytes + 2 * log.segment_bytes < kept_bytes * 2 // 3
-        and carried_bytes - plain_bytes + indexed_bytes < _room_bytes(log)
-    )
+    if carried_bytes + indexed_bytes + 2 * log.segment_bytes >= kept_bytes * 2 // 3:
+        return False
+    # Segment after segment, until they give more than what lives in them takes at the end. What
+    # was carried a moment ago stands there already, and is not counted again.
+    n_live = tx.live_bytes(1) - tx.live_bytes()
+    each_bytes = (carried_bytes + indexed_bytes) // max(1, n_live)
+    taken_bytes = 0
+    for segment in range(words[HEAD], words[LAST]):
+        n = len(tx.live_in(segment << log.bits, (segment + 1) << log.bits))
+        taken_bytes += n * each_bytes - log.segment_bytes
+        if not 0 < taken_bytes < _room_bytes(log):
+            break
+    return taken_bytes < _room_bytes(log)
 
 
 def _told_bytes(session: Session, tx: Tx, live: list[int]) -> int:
