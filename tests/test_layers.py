@@ -23,7 +23,7 @@ LAYERS = [
     ["_checks", "_records"],
     ["_options"],
     ["_segments"],
-    ["_finding", "_scan"],
+    ["_finding", "_scan", "_layout"],
     ["_reading", "_recovery"],
     ["wal"],
     ["_index_rows"],
@@ -42,6 +42,7 @@ LAYERS = [
     ["_feeder", "_receiver"],
     ["_session"],
     ["_folding", "_together", "_durability", "_file_options"],
+    ["_upkeep", "_waiting", "_holding", "_with_replica"],
     ["_engine"],
     ["_registry", "_readonly", "_delivery", "_replication"],
     ["_replicated"],
@@ -68,9 +69,10 @@ LAYERS = [
 
 #: Imports against the direction, all of them inside a function or for type checkers only, and why.
 EXCEPTIONS = {
-    ("_engine", "_reclaim"): "upkeep runs by itself on the engine's timer",
+    ("_upkeep", "_reclaim"): "upkeep runs by itself on the engine's timer",
     ("_engine", "_replicated"): "turns in a file with a replica are of another kind",
-    ("_engine", "_healing"): "what is damaged is healed where it is noticed",
+    ("_with_replica", "_replicated"): "what the replica is promised is waited for there",
+    ("_with_replica", "_healing"): "what is damaged is healed where it is noticed",
     ("queue", "_store"): "Queue(path) opens the store it belongs to",
 }
 

@@ -348,9 +348,9 @@ def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
     """Alone it looks seldom; from then on as often as a death has to be noticed."""
 
     def wait_alone(pipe, path):
-        from weclaw_embedded import _engine
+        from weclaw_embedded import _waiting
 
-        _engine.ALONE_CHECK_S = 3600.0
+        _waiting.ALONE_CHECK_S = 3600.0
         q = weclaw.Queue(path)
         engine = q._store._engine
         real = engine.execute

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from . import _files
 from ._options import StoreOptions
@@ -24,6 +26,7 @@ from ._shared import (
     FEED_PIPE,
     FEEDER_SLEEPS,
     REPLICATION,
+    SYNC_HIGH,
     SYNC_WANTED,
     UNSEEN,
     SharedPage,
@@ -33,6 +36,9 @@ from .errors import ClosedError, StoreFailedError
 from .wal import COMMIT, TAIL, Log
 
 logger = logging.getLogger("weclaw_embedded")
+
+# How long a frame waits for its sync before one who was only passing by does it.
+_LEFT_S: Final = 0.05
 
 
 class Durability:
@@ -63,6 +69,7 @@ class Durability:
     _has_moved: Callable[[int], object]
     flush_is_due: bool
     _unsynced: int
+    _settle_again_s: float
 
     def durable(self, until: int) -> None:
         """Return once everything below `until` is on stable storage. Shared by all who wait.
@@ -197,6 +204,31 @@ class Durability:
             if not self.closed and self._has_moved(0):
                 self._look_at_place()
         self.durable(self.page.words[TAIL])
+
+    def settle_left(self) -> None:
+        """Have frames that still wait for a sync made durable soon, if nobody does, and wait for
+        nothing. For who looks once and goes: whoever wrote them may have died before the sync.
+        """
+        words = self.page.words
+        until = words[SYNC_HIGH]
+        if until > words[COMMIT] and time.monotonic() >= self._settle_again_s:
+            due_s = time.monotonic() + _LEFT_S
+            self.timer.call_at(due_s, functools.partial(self._settle, until))
+            self._settle_again_s = due_s
+
+    def _settle(self, until: int) -> None:
+        if not self.closed and self.page.words[COMMIT] < until:
+            self._flush_quietly()
+
+    def settle_promises(self) -> bool:
+        """Do the sync that frames still wait for, if any; True when there was one to do. Whoever
+        wrote them may have died before it.
+        """
+        words = self.page.words
+        if words[SYNC_HIGH] <= words[COMMIT]:
+            return False
+        self.durable(words[TAIL])
+        return True
 
     def flush_later(self, options: StoreOptions, n: int) -> None:
         """Promise of `batch`: what was written, `n` messages among it, is forced to disk after

@@ -133,3 +133,10 @@ class FileOptions:
                 session.page.words[OPTIONS_SEQ] += 1
 
         self.execute(change)
+
+    def chose(self, name: str, *, environment: bool = True) -> bool:
+        """Whether a handle of this process gave the option, or its environment does."""
+        return any(
+            name in options.given or (environment and name in options.environment)
+            for options in self._adopted
+        )

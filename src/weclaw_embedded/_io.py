@@ -40,7 +40,7 @@ from typing import Any, Final, TypeVar, cast
 
 from . import _putting, _settling
 from ._delivery import Lease, Taken
-from ._engine import DEATH_CHECK_S, Engine
+from ._engine import Engine
 from ._io_calls import (
     MAKE_ROOM,
     PENDING,
@@ -58,6 +58,7 @@ from ._io_calls import (
 from ._putting import NoBytes, NoRoom
 from ._session import BATCH, Job, Session
 from ._shared import FAILED, SYNC_HIGH
+from ._waiting import DEATH_CHECK_S
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from ._watch import poll_of
 from .errors import ClosedError, DiskFullError, Full, LeaseLostError, StoreFailedError

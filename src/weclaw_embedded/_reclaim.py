@@ -23,11 +23,12 @@ from typing import Final
 
 from . import _files, _records
 from ._delivery import place, waiting_in
-from ._engine import UPKEEP_S, Engine
+from ._engine import Engine
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
 from ._records import LOST_RESULT
 from ._session import Session
+from ._upkeep import UPKEEP_S
 from .errors import CorruptError, DiskFullError
 from .wal import HEAD, LAST, RESERVE, RESERVE_EACH, TAIL, Log
 

@@ -26,31 +26,23 @@ It knows nothing of queues, nor of what is in a record.
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
-from typing import TypeAlias
+from itertools import chain
 from zlib import crc32
 
 from . import _clock, _files
 from ._format import (
     CHECKPOINT_FRAME,
-    ENVELOPE,
     ENVELOPE_BYTES,
-    FIRST,
     HEAD_RECORD_AT,
     HEADER_BYTES,
     HEADER_COPY_BYTES,
-    LAST_PART,
     MAX_FRAME_BYTES,
     MAX_OFFSET,
-    PART,
     PART_BYTES,
     PART_TAIL,
     POLICY_SHIFT,
-    REST,
     SLOT_BYTES,
-    VOUCH,
     WHOLE,
     FileHeader,
     SlotHeader,
@@ -60,6 +52,7 @@ from ._format import (
     pack_slot,
     unpack_header,
 )
+from ._layout import JOIN_BYTES, NO_BYTES, SMALL_BYTES, Layout, Record
 from ._reading import Reading
 from ._recovery import HEADER_HEALED, Follow, Recovery, heal, last_checkpoint, recover, verify
 from ._scan import Frame, OnDamage
@@ -106,14 +99,9 @@ __all__ = [
     "read_file_header",
 ]
 
-Record: TypeAlias = Sequence[_files.Bytes]  # one after the other they are the record's bytes
-
-_JOIN_BYTES = 1 << 20  # up to here one copy is cheaper than handing over many buffers
-_SMALL_BYTES = 64 << 10  # up to here one copy more, also made in vain, is not worth a look
 _ALONE_BYTES = PART_BYTES + ENVELOPE_BYTES  # what stands before the only record of a frame
 _SMALLEST_CUT = PART_BYTES + ENVELOPE_BYTES + 1
 _DOING, _UNDOING = 1, 2  # values of WRITING
-_NO_BYTES = "a frame needs records, and a record needs bytes"
 
 
 def read_file_header(fd: int, name: str = "the file") -> FileHeader:
@@ -233,7 +221,7 @@ class Log(Reading):
             record = records[0]
             if len(record) == 1:
                 body = record[0]
-            elif record and len(record[-1]) <= _SMALL_BYTES:
+            elif record and len(record[-1]) <= SMALL_BYTES:
                 body = b"".join(record)
         n = len(body)
         offset = self._end
@@ -274,7 +262,7 @@ class Log(Reading):
         """Append what isn't one small record: several, flagged ones, or more than fits here."""
         payload = sum(map(len, chain.from_iterable(records))) + ENVELOPE_BYTES * len(records)
         if not payload:
-            raise ValueError(_NO_BYTES)
+            raise ValueError(NO_BYTES)
         if payload > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {payload} bytes; the limit is {MAX_FRAME_BYTES}")
         before = (
@@ -298,7 +286,7 @@ class Log(Reading):
                 worth_it = room > self.segment_bytes >> 4 or payload + PART_BYTES > whole_room
                 if not worth_it or room < _SMALLEST_CUT:
                     self._begin_segment(time_us, spare)
-            layout = _Layout(self, policy, time_us, flags, spare)
+            layout = Layout(self, policy, time_us, flags, spare)
             offsets = layout.place(records, payload)
             self._pending_last = (self._end, *layout.first)
         except BaseException:
@@ -373,7 +361,7 @@ class Log(Reading):
             if self._begun:
                 for position, run in self._runs:
                     _files.write_at(self.fd, run, position)
-            if len(buffers) > 1 and self._end - self._tail <= _JOIN_BYTES:
+            if len(buffers) > 1 and self._end - self._tail <= JOIN_BYTES:
                 buffers = [b"".join(buffers)]
             written = _files.write_at(self.fd, buffers, self._run_at)
         except BaseException as error:
@@ -514,127 +502,6 @@ class Log(Reading):
         `seen` is told now and then how many bytes were read, and of how many.
         """
         return verify(self, seen)
-
-
-class _Layout:
-    """The laying out of one frame that may go over several segments."""
-
-    def __init__(self, log: Log, policy: int, time_us: int, flags: int, spare: bool) -> None:
-        self.log = log
-        self.time_us = time_us
-        self.spare = spare
-        commit = log.state.words[COMMIT]
-        if flags & VOUCH:
-            commit = max(commit, log._end)
-        self.commit_flags = commit << 8 | flags | policy << POLICY_SHIFT
-        self.first = (0, 0)  # offset and checksum of the first part
-        self.pieces: list[_files.Bytes] = []  # payload of the part under way
-        self.n = 0  # its length
-        self.begin = log._end
-        self.is_first = True
-
-    def place(self, records: Sequence[Record], payload: int) -> list[int]:
-        """Lay out all records; return their offsets."""
-        if payload <= _JOIN_BYTES or max(map(len, chain.from_iterable(records))) <= _SMALL_BYTES:
-            offsets = self._place_small(records)
-        else:
-            offsets = [self._add(record) for record in records]
-        self._close_part(LAST_PART)
-        return offsets
-
-    def _place_small(self, records: Sequence[Record]) -> list[int]:
-        """`place`, in steps over as many as fit into the part, each of them one call, with pieces
-        joined: put_many lives here.
-        """
-        bodies = [*map(b"".join, records)]
-        lengths = [*map(len, bodies)]
-        if not all(lengths):
-            raise ValueError(_NO_BYTES)
-        # Where each begins in this part, and the last one ends, if all of them fit.
-        starts = [*accumulate(map(ENVELOPE_BYTES.__add__, lengths), initial=PART_BYTES)]
-        offsets: list[int] = []
-        done = 0
-        while done < len(bodies):
-            moved = PART_BYTES + self.n - starts[done]
-            fit = bisect_right(starts, self.log._limit - self.begin - moved) - 1
-            if fit > done:
-                places = starts[done:fit]
-                if moved:  # in a later part
-                    places = [*map(moved.__add__, places)]
-                pieces: list[_files.Bytes] = [b""] * (2 * len(places))
-                pieces[::2] = map(ENVELOPE.pack, lengths[done:fit], places)
-                pieces[1::2] = bodies[done:fit]
-                self.pieces += pieces
-                self.n += starts[fit] - starts[done]
-                offsets += map(self.begin.__add__, places)
-                done = fit
-            if done < len(bodies):
-                offsets.append(self._add([bodies[done]]))
-                done += 1
-        return offsets
-
-    def _add(self, record: Record) -> int:
-        """Lay out one record, over several parts if need be; return its offset."""
-        log = self.log
-        length = sum(map(len, record))
-        if not length:
-            raise ValueError(_NO_BYTES)
-        at = self.begin + PART_BYTES + self.n
-        if at + ENVELOPE_BYTES + 1 > log._limit:
-            self._next_part(0)
-            at = self.begin + PART_BYTES + self.n
-        self.pieces.append(ENVELOPE.pack(length, at - self.begin))
-        self.n += ENVELOPE_BYTES
-        if at + ENVELOPE_BYTES + length <= log._limit:
-            self.pieces.extend(record)
-            self.n += length
-        else:
-            self._cut(record, length)
-        return at
-
-    def _cut(self, record: Record, length: int) -> None:
-        """Lay out a record's bytes over this part and those that follow."""
-        rest = length
-        for piece in record:
-            view = memoryview(piece).cast("B")
-            while len(view):
-                room = self.log._limit - (self.begin + PART_BYTES + self.n)
-                if room <= 0:
-                    self._next_part(rest)
-                    continue
-                taken = view[:room]
-                self.pieces.append(taken)
-                self.n += len(taken)
-                rest -= len(taken)
-                view = view[len(taken) :]
-
-    def _next_part(self, rest: int) -> None:
-        self._close_part(0)
-        self.log._begin_segment(self.time_us, self.spare)
-        self.begin = self.log._end
-        self.pieces = [REST.pack(rest)]
-        self.n = REST.size
-
-    def _close_part(self, last: int) -> None:
-        log = self.log
-        flags = self.commit_flags | last | (FIRST if self.is_first else 0)
-        head = PART.pack(0, self.n, flags, self.time_us)
-        seed = log._salt + self.begin
-        if self.n <= _SMALL_BYTES * len(self.pieces):
-            part = bytearray().join([head, *self.pieces])
-            with memoryview(part) as view:
-                crc = crc32(view[4:], seed)
-            part[:4] = crc.to_bytes(4, "little")
-            log._buffers.append(part)
-        else:  # large ones are handed over as they are
-            crc = crc32(head[4:], seed)
-            for piece in self.pieces:
-                crc = crc32(piece, crc)
-            log._buffers += (crc.to_bytes(4, "little"), head[4:], *self.pieces)
-        if self.is_first:
-            self.first = (self.begin, crc)
-        log._end = self.begin + PART_BYTES + self.n
-        self.is_first = False
 
 
 def new_salt() -> int:

@@ -11,7 +11,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _engine
+from weclaw_embedded import _holding
 
 
 def put_three_and_lease_one(pipe, path, close):
@@ -335,7 +335,7 @@ def test_what_ran_out_and_was_judged_by_others_is_not_remembered_for_ever(
     path, open_queue, monkeypatch
 ):
     """Nobody tells whose lease it was; the last lease of a message is handed back all the same."""
-    monkeypatch.setattr(_engine, "_FEW_HELD", 4)
+    monkeypatch.setattr(_holding, "_FEW_HELD", 4)
     q = open_queue(retry=weclaw.RetryPolicy(max_retries=1000, backoff=0.0))
     q.put("x")
     with Child(judge, path) as child:

@@ -14,7 +14,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _clock, _engine
+from weclaw_embedded import _clock, _waiting
 
 UTC = datetime.timezone.utc
 
@@ -646,9 +646,9 @@ def wait_for_one(pipe, path):
 
 def wait_without_looking(pipe, path):
     """Get what comes, and do not look for the dead now and then while waiting."""
-    from weclaw_embedded import _engine
+    from weclaw_embedded import _waiting
 
-    _engine.DEATH_CHECK_S = 3600.0
+    _waiting.DEATH_CHECK_S = 3600.0
     q = weclaw.Queue(path)
     pipe.send("waiting")
     for _ in range(20):
@@ -677,7 +677,7 @@ def test_get_wakes_for_everything_that_makes_ready(open_queue, event, monkeypatc
     """A waiting `get` wakes for whatever makes a message ready, in another handle, though it looks
     for nothing while it waits.
     """
-    monkeypatch.setattr(_engine, "DEATH_CHECK_S", 3600.0)
+    monkeypatch.setattr(_waiting, "DEATH_CHECK_S", 3600.0)
     q = open_queue(retry=NO_WAIT)
     other = open_queue(retry=NO_WAIT)
     if event != "delay":

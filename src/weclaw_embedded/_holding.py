@@ -1,0 +1,119 @@
+"""The leases that this process has: noted as they begin, let go as they end, handed back at last.
+
+Role: the part of the engine that knows which messages are in this process's hands, so that settling
+needs no look-up, a close hands back what is held, and what was in a crash is handed out alone.
+
+Invariant: changed only under the write lock. A lease that others took away is noticed by the word
+that they change, before it is believed again.
+
+It must not know what a holder does with a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from . import _clock, _records
+from ._session import ALL, Session
+from ._shared import FAILED, LEASES_SEQ, SharedPage
+from .errors import ClosedError, DiskFullError, FencedError, StoreFailedError
+
+_FEW_HELD: Final = 1024  # leases
+
+
+class Holding:
+    """What `Engine` inherits to know the leases of its process."""
+
+    page: SharedPage
+    token: int
+    consumer: str
+    closed: bool
+    held: set[Any]
+    suspects: set[Any]
+    leases_seen: int
+    introduced: bool
+    flush: Callable[[], None]
+    _most_held: int
+    _failure: str | None
+
+    if TYPE_CHECKING:
+
+        def execute(self, operation: Callable[..., Any], *args: Any) -> Any: ...
+
+    def suspects_held(self) -> int:
+        """Messages of this process that were in a crash before; one at a time is handed out."""
+        if not self.suspects:
+            return 0
+        now_ns = _clock.monotonic_ns()
+        return sum(1 for lease in self.suspects if lease.deadline_ns > now_ns)
+
+    def hold(self, leases: Sequence[Any]) -> None:
+        """Note that this process has these leases. Called under the write lock."""
+        held = self.held
+        held.update(leases)
+        if len(held) > self._most_held:
+            # Some may have run out and been judged by others, who do not tell: nobody settles them.
+            now_ns = _clock.monotonic_ns()
+            held.difference_update([lease for lease in held if lease.deadline_ns <= now_ns])
+            self._most_held = max(_FEW_HELD, 2 * len(held))
+
+    def let_go(self, leases: Sequence[Any]) -> None:
+        """Note that it has these no more: they are over."""
+        for lease in leases:
+            lease.over = True
+        self.held.difference_update(leases)
+        if self.suspects:
+            self.suspects.difference_update(leases)
+
+    def lose(self, leases: Sequence[Any]) -> None:
+        """Note that it has these no more, though none of its holders ended them."""
+        for lease in leases:
+            lease.lost = True
+        self.let_go(leases)
+
+    def forget_taken(self, session: Session) -> None:
+        """Let go of what was taken away by another process: its group was dropped, say."""
+        tx = session.tx
+        self.lose(
+            [
+                lease
+                for lease in self.held
+                if not tx.is_leased_to(lease.gid, lease.offset, self.token)
+            ]
+        )
+        self.leases_seen = self.page.words[LEASES_SEQ]
+
+    def owner_record(self) -> _records.Record:
+        """What says who this owner is, to be written before its first lease."""
+        self.introduced = True
+        return _records.pack_owner(self.token, self.consumer)
+
+    def hand_back(self, belongs: Callable[[Any], bool]) -> None:
+        """Release, uncounted, what was leased by holders of which `belongs(holder)` is true, and
+        flush. Raises nothing after a failure, nor when the file was fenced.
+        """
+        if self.closed or self.page.words[FAILED] or self._failure:
+            return
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            self.execute(self._release, belongs)
+            self.flush()
+
+    def _release(self, session: Session, belongs: Callable[[Any], bool]) -> None:
+        leases = [lease for lease in self.held if belongs(lease.holder)]
+        # The last lease of each message; the ones before ran out.
+        last = {
+            (lease.gid, lease.offset): lease
+            for lease in sorted(leases, key=lambda lease: lease.delivery)
+        }
+        # What ran out may be somebody else's by now: only the index knows.
+        records = [
+            (lease.release_record(),)
+            for lease in last.values()
+            if session.tx.is_leased_to(lease.gid, lease.offset, self.token)
+        ]
+        if records:
+            session.append(records)
+            session.ready = ALL
+        self.let_go(leases)

@@ -1,0 +1,164 @@
+"""Keeping space: a spare slot, what a full disk is worked off with, giving back what is settled.
+
+Role: the part of the engine that sees to it that there is space for what comes: now and then while
+a segment is filled, when one begins, soon after something was settled, and when a turn has found
+none. What may be given back, and in what steps, is `_reclaim`'s.
+
+Invariants: upkeep never fails the call that it comes after; what it could not do is done by the
+next one, and a failure is in the shared page. It does not run inside itself.
+
+It must not know what the records mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from ._index import Index
+from ._session import Session
+from ._shared import SharedPage
+from ._wake import Timer
+from .errors import ClosedError, DiskFullError, FencedError, StoreFailedError
+from .wal import LAST, RESERVE, SPARES, Log
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+# How long after something was settled space is looked for that can be given back.
+UPKEEP_S: Final = 0.1
+# How often, while a segment is filled, it is seen to that a full disk could be worked off.
+LOOKS: Final = 32
+_LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
+
+
+def _keep_reserve(session: Session) -> None:
+    from ._reclaim import keep_reserve
+
+    keep_reserve(session)
+
+
+def _prepare_spare(session: Session) -> None:
+    _keep_reserve(session)
+    session.log.prepare_spare()
+
+
+class Upkeep:
+    """What `Engine` inherits to keep space, and to give it back."""
+
+    page: SharedPage
+    log: Log
+    index: Index
+    timer: Timer
+    closed: bool
+    turn: Callable[..., Any]
+    _look_at: int
+    _last_segment: int
+    _upkeep_due: bool
+    _upkept_at: int
+    _upkeepers: set[int]
+    _room_lock: threading.Lock
+    _room_maker: int
+
+    def _look_for_space(self, tail: int) -> None:
+        """See to it that there is space for what comes: now and then, and when a segment begins, be
+        it another process that began it.
+        """
+        words = self.page.words
+        last = words[LAST]
+        log = self.log
+        makes_room = self._room_maker == threading.get_ident()
+        if not makes_room:
+            self._look_at = min((last + 1) << log.bits, tail + log.segment_bytes // LOOKS)
+        if last != self._last_segment:
+            # At once, so that space is used again as fast as it is used up.
+            self._last_segment = last
+            self._upkeep(busy=True)
+            self._upkeep_soon()
+        if makes_room:
+            return  # the rest would wait for it; it is the next turn's
+        if not words[SPARES]:
+            self._keep_spare()
+        self._look_after_reserve()
+
+    def _look_after_reserve(self) -> None:
+        from ._reclaim import is_short
+
+        words = self.page.words
+        if words[RESERVE] or is_short(self.log):
+            with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+                self.turn(_keep_reserve)
+
+    def _feed_index(self) -> None:
+        """Give the index space that the log has kept back: the reserve is for both."""
+        # A failure is in the shared page by now; a full disk leaves it as it is.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            self.index.room.is_short = False
+            if self.turn(lambda session: session.log.release()):
+                self.index.look_for_room()
+
+    def _keep_spare(self) -> None:
+        """Have a spare slot again; where there is no room for one, free what is settled while there
+        is still a little to do it with.
+        """
+        # A failure is in the shared page by now; without room it is tried again further on.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            try:
+                self.turn(_prepare_spare)
+            except DiskFullError:
+                if self.make_room():
+                    self.turn(_prepare_spare)
+
+    def make_room(self) -> bool:
+        """Free settled segments that only retention holds. False when nothing is free by now."""
+        from ._reclaim import make_room
+
+        with self._room_lock:
+            self._room_maker = threading.get_ident()
+            try:
+                return make_room(cast("Engine", self))
+            finally:
+                self._room_maker = 0
+
+    def _upkeep_soon(self) -> None:
+        if not self._upkeep_due:
+            self._upkeep_due = True
+            self.timer.call_at(time.monotonic() + UPKEEP_S, self._upkeep)
+
+    def _upkeep(self, *, busy: bool = False) -> None:
+        from ._reclaim import maintain
+
+        me = threading.get_ident()
+        if me in self._upkeepers:
+            return  # in a turn of the upkeep itself, which goes on: not one inside the other
+        last = self.page.words[LAST]
+        calm = not busy and last == self._upkept_at
+        if not busy:
+            self._upkeep_due = False
+            self._upkept_at = last
+        # What it could not do now is done by the next call; a failure is in the shared page.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            self._upkeepers.add(me)
+            try:
+                wait_s = (
+                    None if self.closed else maintain(cast("Engine", self), busy=busy, calm=calm)
+                )
+            finally:
+                self._upkeepers.discard(me)
+            if wait_s is not None and not self._upkeep_due:
+                self._upkeep_due = True
+                self.timer.call_at(time.monotonic() + wait_s, self._upkeep)
+        if not (busy or calm or self.closed):
+            self._upkeep_soon()  # to give back what is kept while segments begin
+
+    def _last_upkeep(self) -> None:
+        """What a timer would have given back soon: there will be no timer."""
+        from ._reclaim import maintain
+
+        for _ in range(_LAST_ROUNDS):
+            wait_s = maintain(cast("Engine", self))
+            if wait_s is None or wait_s > UPKEEP_S:
+                return
