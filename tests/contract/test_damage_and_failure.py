@@ -90,6 +90,28 @@ def test_what_is_taken_away_in_use_stops_the_users_and_loses_nothing(path, tmp_p
         assert len(mine) <= len(numbers) + 1
 
 
+@pytest.mark.parametrize("flush", ["sync", "batch", "os"])
+@pytest.mark.parametrize("call", ["put", "put_many", "get", "ack", "nack", "stats", "flush"])
+def test_each_call_says_that_the_file_was_moved(path, tmp_path, call, flush):
+    """The very next call raises, whichever it is and whatever was promised before."""
+    q = weclaw.Queue(path, flush=flush)
+    q.put_many(["x", "y"])
+    msg = q.get()
+    calls = {
+        "put": lambda: q.put("z"),
+        "put_many": lambda: q.put_many(["z"]),
+        "get": lambda: q.get(block=False),
+        "ack": msg.ack,
+        "nack": msg.nack,
+        "stats": q.stats,
+        "flush": q.flush,
+    }
+    path.rename(tmp_path / "moved.wq")
+    with pytest.raises(weclaw.StoreFailedError, match="moved or replaced"):
+        calls[call]()
+    q.close()
+
+
 def stay_open(pipe, path):
     q = weclaw.Queue(path)
     q.put("x")
