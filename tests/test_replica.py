@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import multiprocessing
 import os
@@ -33,7 +34,15 @@ from tests.replica_tools import (
 )
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _records, _replicated, _replication, _shared, _waiting, replica
+from weclaw_embedded import (
+    _records,
+    _replicated,
+    _replication,
+    _shared,
+    _waiting,
+    _wake,
+    replica,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -79,6 +88,33 @@ def test_a_put_that_has_returned_is_in_the_copy(open_queue: Callable[..., Any], 
         assert bodies(place) == list(range(11))
         q.close()
         assert receivers(place) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+def test_who_waits_for_the_replica_can_do_without_a_pipe(
+    open_queue: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Where there is no room to be woken a put looks by itself; where there is none to feed the
+    replica either it says that the replica has it not, and the next one with room is on both.
+    """
+
+    def full(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_wake, "open_pipe", full)
+        q = open_queue(replica=copy, replica_timeout=20.0)
+        q.put(1)
+        assert bodies(copy) == [1]
+        q.close()
+        patched.setattr(_replication, "open_pipe", full)
+        q = open_queue(replica=copy, replica_timeout=1.0)
+        with pytest.raises(weclaw.ReplicaUnavailableError, match="taken back"):
+            q.put(2)
+        q.close()
+    q = open_queue(replica=copy, replica_timeout=20.0)
+    q.put(3)
+    assert bodies(copy) == [1, 3]
 
 
 def test_segments_are_used_again_in_the_copy_too(

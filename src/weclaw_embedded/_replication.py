@@ -118,10 +118,22 @@ class Replication:
         self._waker_hook = Waiter(REPLICATED_BYTE, self._on_replicated)
 
     def start(self) -> None:
-        self._engine.waker.add(self._waker_hook)
+        self._listen()
         threading.Thread(target=self._run, name="weclaw-feeder", daemon=True).start()
 
     # -- waiting ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Have this process told by whoever feeds the replica what that has. Where its pipe can't
+        be made nobody can: who waits looks by himself then, and tries again.
+        """
+        waker = self._engine.waker
+        if not waker.has(self._waker_hook):
+            try:
+                waker.add(self._waker_hook)
+            except OSError as error:
+                path = self._engine.path
+                logger.warning("%s: who waits for its replica is not woken: %s", path, error)
 
     def wait(self, until: int, until_s: float) -> bool:
         """Wait until the replica has everything below `until`; False when the time is over.
@@ -145,6 +157,7 @@ class Replication:
                 return False
             if self._lead(until_s):
                 continue
+            self._listen()
             waiter = threading.Lock()
             waiter.acquire()
             with self._waiting_lock:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from . import _files
-from .errors import DiskFullError
+from .errors import DiskFullError, StorageError
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -161,12 +161,17 @@ class Waker:
         try:
             self._fd = open_pipe(self._directory, self._slot, self._like_fd)
         except OSError as error:
-            # Who waits for the replica may have put already; the turn of all others is taken back.
-            if error.errno not in _files.FULL or kind == REPLICATED_BYTE:
-                raise
-            raise DiskFullError(
-                f"a pipe to be woken by can't be made in {self._directory}: {error.strerror}; "
-                "nothing was taken or put; make room, or call without waiting"
+            if kind == REPLICATED_BYTE:
+                raise  # who waits for the replica may have put already, and can do without
+            # The turn of all others is taken back.
+            what = f"a pipe to be woken by can't be made in {self._directory}: {error.strerror}"
+            if error.errno in _files.FULL:
+                raise DiskFullError(
+                    f"{what}; nothing was taken or put; make room, or call without waiting"
+                ) from error
+            raise StorageError(
+                f"{what}; nothing was taken or put; close files that are not needed, or call "
+                "without waiting"
             ) from error
         self._poll.register(self._fd, select.POLLIN)
 

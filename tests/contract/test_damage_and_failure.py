@@ -1018,16 +1018,21 @@ def test_an_error_of_ours_is_not_taken_for_damage(path, monkeypatch):
         assert q.get(block=False).body == "x"
 
 
-def test_a_get_that_finds_no_room_to_wait_says_so(path, monkeypatch):
-    """`DiskFullError` when the pipe to be woken by can't be made; later it can."""
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(errno.ENOSPC, weclaw.DiskFullError), (errno.EMFILE, weclaw.StorageError)],
+    ids=["no room", "too many files"],
+)
+def test_a_get_that_finds_no_room_to_wait_says_so(path, monkeypatch, number, told):
+    """In our words when the pipe to be woken by can't be made; later it can."""
 
     def full(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     with weclaw.Queue(path) as q:
         with monkeypatch.context() as patched:
             patched.setattr(_files, "make_fifo", full)
-            with pytest.raises(weclaw.DiskFullError, match="nothing was taken"):
+            with pytest.raises(told, match="nothing was taken"):
                 q.get(timeout=1)
         with pytest.raises(weclaw.Empty):
             q.get(timeout=0.01)
