@@ -245,7 +245,7 @@ def find(session: Session, tid: int, id: str) -> int | None:
                 session.engine.put_and_time(offset)[0], tid
             ):
                 return None
-        except (LookupError, ValueError, CorruptError):
+        except (LookupError, CorruptError, _records.NoRecordError):
             return None
     return offset
 
@@ -253,7 +253,7 @@ def find(session: Session, tid: int, id: str) -> int | None:
 def _is_put(record: Any, tid: int) -> bool:
     try:
         put = _records.unpack_put(record)
-    except ValueError:
+    except _records.NoRecordError:
         return False
     return put.tid == tid and _records.META_ID not in put.meta
 

@@ -175,7 +175,7 @@ class Order:
             if record is None:
                 record = session.engine.put_and_time(_delivery.place(session, offset)[0])[0]
             put = _records.unpack_put(record)
-        except (LookupError, CorruptError, ValueError):
+        except (LookupError, CorruptError, _records.NoRecordError):
             priority, item = 0, None  # whoever takes it finds the damage
         else:
             priority = put.priority

@@ -300,7 +300,7 @@ def put_of(at: int, time_us: int, record: Any) -> tuple[int, int, Any]:
     if record[0] == _records.PUT:
         return at, time_us, record
     if record[0] == _records.CARRY:
-        with contextlib.suppress(ValueError):  # one the index passed over, too
+        with contextlib.suppress(_records.NoRecordError):  # one the index passed over, too
             said = _records.unpack(record)
             assert isinstance(said, _records.Carry)
             return said.offset, said.time_us, said.put
@@ -311,7 +311,7 @@ def candidate(offset: int, record: Any, tid: int, keyhash_of: Any) -> Candidate 
     """What a replay needs of a record of the log; None unless it is a Put of the topic."""
     try:
         put = _records.unpack_put(record)
-    except ValueError:
+    except _records.NoRecordError:
         return None
     if put.tid != tid:
         return None

@@ -18,7 +18,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _records
+from weclaw_embedded import _files, _records, threads
 from weclaw_embedded.wal import HEAD
 
 
@@ -1016,6 +1016,33 @@ def test_an_error_of_ours_is_not_taken_for_damage(path, monkeypatch):
                     ask()
         assert q.stats().damaged == 0
         assert q.get(block=False).body == "x"
+
+
+def test_an_error_of_ours_is_not_taken_for_an_answer(path, monkeypatch):
+    """Who looks for an id, replays, or orders what there is, goes to the caller with it too."""
+
+    def wrong(record):
+        raise ValueError("a coding error")
+
+    with weclaw.Queue(path) as q:
+        done = q.put("done")
+        q.get().ack()
+        with monkeypatch.context() as patched:
+            patched.setattr(_records, "unpack_put", wrong)
+            for ask in (lambda: q.status(done), lambda: q.replay(offset="earliest")):
+                with pytest.raises(ValueError, match="a coding error"):
+                    ask()
+        assert q.status(done) == "done"
+        q.put(2)
+        q.put(1)
+    with monkeypatch.context() as patched:
+        ordered = threads.PriorityQueue(path=path)
+        patched.setattr(_records, "unpack_put", wrong)
+        with pytest.raises(ValueError, match="a coding error"):
+            ordered.get(timeout=1)
+        patched.undo()
+        assert [ordered.get(timeout=1), ordered.get(timeout=1)] == [1, 2]
+        ordered.close()
 
 
 @pytest.mark.parametrize(
