@@ -291,6 +291,19 @@ def test_waits_grow_5_10_20_and_are_capped() -> None:
     assert policy.delay(100_000) == 60
     assert RetryPolicy(backoff=0).delay(100_000) == 0
     assert RetryPolicy(backoff=100, max_backoff=30).delay(1) == 30
+    assert RetryPolicy(backoff=100).delay(1) == 60
+    assert RetryPolicy(max_backoff=2).delay(1) == 2
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "waits"), [("RETRY_BACKOFF_MAX", "2s", 2), ("RETRY_BACKOFF", "2m", 60)]
+)
+def test_the_longest_wait_holds_for_the_first_one_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, suffix: str, text: str, waits: int
+) -> None:
+    """Either variable makes sense without the other."""
+    monkeypatch.setenv(f"WECLAW_{suffix}", text)
+    assert queue_options({}).retry.delay(1) == waits
 
 
 @given(st.integers(1, 50), st.floats(0, 1))

@@ -194,7 +194,8 @@ class RetryPolicy:
         max_retries: Deliveries that may fail after the first before the message is dead.
         backoff: Seconds to wait before the first retry.
         multiplier: By how much each further wait is longer, at least 1.
-        max_backoff: The longest wait in seconds.
+        max_backoff: The longest wait in seconds, before jitter. It holds for the first wait too: a
+            `backoff` beyond it waits `max_backoff`, whichever of the two was left out.
         jitter: The share (0 to 1) by which a wait is lengthened or shortened at most.
         max_crashes: Deaths of its consumer that a message may be in before it is dead.
 
