@@ -93,22 +93,24 @@ class Lease:
     def __init__(
         self,
         engine: Engine,
+        holder: object,
         tid: int,
+        mask: int,
         gid: int,
         offset: int,
         salt: int,
         deadline_ns: int,
         visibility_s: float | None,
-        holder: object,
     ) -> None:
         self.engine = engine
+        self.holder = holder
         self.tid = tid
+        self.mask = mask  # of the topic, of whom is told when it ends
         self.gid = gid
         self.offset = offset
         self.salt = salt  # of the segment it was put into
         self.deadline_ns = deadline_ns
         self.visibility_s = visibility_s
-        self.holder = holder
 
     def know(self, row: Row) -> None:
         """Take over what is known of a message that was delivered before, or has a key."""

@@ -131,7 +131,7 @@ class Engine(Upkeep, Waiting, Holding, WithReplica, Folding, Together, Durabilit
         self.io: Any = None  # what serves event loops, made by `_io` when first needed
         self.held: set[Any] = set()  # the leases of this process
         self.suspects: set[Any] = set()  # those of them that were in a crash
-        self._most_held = 0  # with more it is looked which of them have run out
+        self.most_held = 0  # with more it is looked which of them have run out
         self.last_ids = (-1, "")  # how the ids we make are written in a segment, the last one
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()

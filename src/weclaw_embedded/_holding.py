@@ -35,7 +35,7 @@ class Holding:
     leases_seen: int
     introduced: bool
     flush: Callable[[], None]
-    _most_held: int
+    most_held: int
     _failure: str | None
 
     if TYPE_CHECKING:
@@ -49,15 +49,14 @@ class Holding:
         now_ns = _clock.monotonic_ns()
         return sum(1 for lease in self.suspects if lease.deadline_ns > now_ns)
 
-    def hold(self, leases: Sequence[Any]) -> None:
-        """Note that this process has these leases. Called under the write lock."""
+    def forget_lapsed(self) -> None:
+        """Look which of its leases have run out: others may have judged them, who do not tell, and
+        nobody settles them. Called under the write lock, when there are more than `most_held`.
+        """
         held = self.held
-        held.update(leases)
-        if len(held) > self._most_held:
-            # Some may have run out and been judged by others, who do not tell: nobody settles them.
-            now_ns = _clock.monotonic_ns()
-            held.difference_update([lease for lease in held if lease.deadline_ns <= now_ns])
-            self._most_held = max(_FEW_HELD, 2 * len(held))
+        now_ns = _clock.monotonic_ns()
+        held.difference_update([lease for lease in held if lease.deadline_ns <= now_ns])
+        self.most_held = max(_FEW_HELD, 2 * len(held))
 
     def let_go(self, leases: Sequence[Any]) -> None:
         """Note that it has these no more: they are over."""

@@ -242,7 +242,7 @@ class Session:
                 lease.over = False
                 if lease.crash:
                     self.engine.suspects.add(lease)
-            self.engine.hold(self.ended)
+            self.engine.held.update(self.ended)
             for leases in self.begun:
                 self.engine.let_go(leases)
         if self._appended and not self.page.words[WRITING]:

@@ -18,7 +18,7 @@ from ._delivery import (
 from ._options import RetryPolicy
 from ._records import NACK, RELEASE, UNDO
 from ._session import SYNC, Session
-from ._shared import LEASES_SEQ, mask_of
+from ._shared import LEASES_SEQ
 from .errors import LeaseLostError
 
 
@@ -67,7 +67,7 @@ def end(session: Session, lease: Lease, record: _records.Record, policy: int | N
     lease.over = True
     engine.held.discard(lease)
     session.ended += (lease,)
-    mask = mask_of(lease.tid)
+    mask = lease.mask
     session.settled |= mask
     if lease.unblocks:
         engine.suspects.discard(lease)
@@ -78,11 +78,10 @@ def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
     """What was appended in this turn ends these leases."""
     session.engine.let_go(leases)
     session.ended += tuple(leases)
-    tid = mask = -1
+    mask = 0
     for lease in leases:
-        if lease.tid != tid:
-            tid = lease.tid
-            mask = mask_of(tid)
+        if lease.mask != mask:
+            mask = lease.mask
             session.settled |= mask
         if lease.unblocks:
             session.ready |= mask
@@ -117,7 +116,7 @@ def nack(
             failure=failure,
         )
     end(session, lease, record, policy)
-    session.ready |= mask_of(lease.tid)
+    session.ready |= lease.mask
     return dies
 
 
@@ -152,7 +151,7 @@ def release(session: Session, lease: Lease, undo: bool = False) -> None:
         crash=lease.crash,
     )
     end(session, lease, record)
-    session.ready |= mask_of(lease.tid)
+    session.ready |= lease.mask
 
 
 def extend(session: Session, lease: Lease, seconds: float | None) -> None:
@@ -161,7 +160,7 @@ def extend(session: Session, lease: Lease, seconds: float | None) -> None:
     deadline_ns = deadline_of(seconds)
     session.append([_records.pack_extend(lease.gid, lease.offset, deadline_ns)])
     if seconds is not None and seconds < SOON_S:
-        session.ready |= mask_of(lease.tid)  # so that they know when it ends
+        session.ready |= lease.mask  # so that they know when it ends
     lease.deadline_ns = deadline_ns
     lease.visibility_s = seconds
 

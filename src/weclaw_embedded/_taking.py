@@ -86,10 +86,6 @@ def take(
                 if not words[SPARES]:
                     picks = _endable(session, picks)
                 leases = _lease(session, tx, address, group, picks, now_ns, visibility_s)
-                mask = mask_of(group.tid)
-                session.settled |= mask  # ready is less now: there may be room
-                if visibility_s is not None and visibility_s < SOON_S:
-                    session.ready |= mask  # so that they know when it ends
                 return Taken(leases, dead)
         look_again_us = next_look(session, group)
     if waiter is not None:
@@ -137,6 +133,10 @@ def _lease(
     log = session.log
     offsets, flags, rows, _ = picks
     tid, gid, holder = group.tid, group.gid, address.holder
+    mask = mask_of(tid)
+    session.settled |= mask  # ready is less now: there may be room
+    if visibility_s is not None and visibility_s < SOON_S:
+        session.ready |= mask  # so that they know when it ends
     deadline_ns = NEVER if visibility_s is None else now_ns + int(visibility_s * 1e9)
     bits = log.bits
     leases: list[Lease] = []
@@ -147,13 +147,17 @@ def _lease(
                 salt = log.salt(offset)
             except LookupError:  # carried up, and that segment was freed
                 location, salt = place(session, offset)
-                lease = Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder)
+                lease = Lease(
+                    engine, holder, tid, mask, gid, offset, salt, deadline_ns, visibility_s
+                )
                 lease.location = location
                 leases.append(lease)
                 segment = -1
                 continue
             segment = offset >> bits
-        leases.append(Lease(engine, tid, gid, offset, salt, deadline_ns, visibility_s, holder))
+        leases.append(
+            Lease(engine, holder, tid, mask, gid, offset, salt, deadline_ns, visibility_s)
+        )
     if rows:
         for lease in leases:
             row = rows.get(lease.offset)
@@ -167,7 +171,10 @@ def _lease(
     else:
         session.append([engine.owner_record(), record])
     session.begun += (leases,)
-    engine.hold(leases)
+    held = engine.held
+    held.update(leases)
+    if len(held) > engine.most_held:
+        engine.forget_lapsed()
     if rows:
         engine.suspects.update([lease for lease in leases if lease.crash])
     return leases
