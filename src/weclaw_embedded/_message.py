@@ -24,8 +24,6 @@ from ._records import (
     META_SKEW_US,
     NEVER,
     NO_META,
-    PLAIN_BYTES,
-    PLAIN_PUTS,
     PUT_BYTES,
 )
 from ._session import BATCH
@@ -171,8 +169,7 @@ class Message(Told):
         self, queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
     ) -> None:
         # As Told, without a call more: one is made for each delivery.
-        is_plain = record[:PLAIN_BYTES] in PLAIN_PUTS and len(record) >= PUT_BYTES
-        self._meta = NO_META if is_plain else _records.meta_of_put(record)
+        self._meta = _records.meta_of_put(record)
         self._record = record
         self._time_us = time_us
         self._body = _Unread

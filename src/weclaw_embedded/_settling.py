@@ -64,9 +64,9 @@ def end(session: Session, lease: Lease, record: _records.Record, policy: int | N
         session.append([record], policy)
         if policy >= SYNC:
             session.must_sync = True
+    session.ended += (lease,)  # before the rest, which is taken back if this turn is none
     lease.over = True
     engine.held.discard(lease)
-    session.ended += (lease,)
     mask = lease.mask
     session.settled |= mask
     if lease.unblocks:
@@ -76,8 +76,8 @@ def end(session: Session, lease: Lease, record: _records.Record, policy: int | N
 
 def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
     """What was appended in this turn ends these leases."""
-    session.engine.let_go(leases)
     session.ended += tuple(leases)
+    session.engine.let_go(leases)
     mask = 0
     for lease in leases:
         if lease.mask != mask:
