@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._engine import Engine
-from ._io import Written, in_pool, io_of
+from ._io import Written, io_of
 from ._io_calls import Op
 from ._message import Message, Transaction, describe
+from ._pool import in_pool
 from ._session import BATCH, Job
 from .dlq import DeadLetter, DeadLetterQueue
 from .errors import ClosedError, LeaseLostError

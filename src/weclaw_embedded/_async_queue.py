@@ -28,9 +28,10 @@ from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine
 from ._handle import check_text, deadline_of
-from ._io import Io, in_pool, io_of
+from ._io import Io, io_of
 from ._io_calls import Op, PutCall, TakeCall, closed_error, pending_until
 from ._options import UNSET, Unset, check_count
+from ._pool import in_pool
 from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter

@@ -136,18 +136,19 @@ class Queue(_Generic[T]):
         if core.is_shutdown:
             raise _dropin.shut_down()
         message = core.encode(item)
-        loop = asyncio.get_running_loop()
+        io = io_of(core.engine)
+        loop = io.loop()
         if core.limit == 0 and core.order is None:
             plain = PutCall(loop, core.queue, [message], len(message[0][0]), None, True)
             plain.unwanted = self._take_back
-            await io_of(core.engine).wait(plain)
+            await io.wait(plain)
             return
         state: list[bool] = []
         call = Op(loop, self._put, message, item, state, until_s=None, room=core, queue=core.queue)
         call.unwanted = self._take_back
         self._putters[call] = state
         try:
-            await io_of(core.engine).wait(call)
+            await io.wait(call)
         finally:
             self._putters.pop(call, None)
 
@@ -217,10 +218,11 @@ class Queue(_Generic[T]):
         try:
             if core.immediate:
                 raise _dropin.shut_down()
-            call = TakeCall(asyncio.get_running_loop(), self, 1, None, None, self._nothing)
+            io = io_of(core.writable)
+            call = TakeCall(io.loop(), self, 1, None, None, self._nothing)
             self._getters.add(call)
             try:
-                [(lease, body)] = await io_of(core.writable).wait(call)
+                [(lease, body)] = await io.wait(call)
             finally:
                 self._getters.discard(call)
         except BaseException:
