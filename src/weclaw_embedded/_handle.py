@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _delivery, _queries
+from . import _delivery, _queries, _registry
 from ._delivery import Address
 from ._engine import Engine
 from ._message import Content, Place
@@ -60,6 +60,8 @@ class _Untold:
         self._offsets: deque[int] = deque()
         self._telling = threading.RLock()  # `on_dead` may close the queue
         self._timer = Timer("weclaw-on-dead")
+        self._over = False
+        _registry.tell_at_end(self)
 
     def add(self, offsets: list[int]) -> None:
         # Each once, though a turn that found no room was taken again.
@@ -71,8 +73,23 @@ class _Untold:
             while self._offsets:
                 self._tell([self._offsets.popleft()])
 
+    def wait_told(self, until_s: float) -> None:
+        """At the end of the interpreter: its thread may take until then (time.monotonic)."""
+        if self._over or self.engine.forked:
+            return
+        told = threading.Event()
+        self._timer.call_at(0.0, told.set)
+        if not told.wait(max(0.0, until_s - time.monotonic())):
+            logger.warning(
+                "%s: the program ends while on_dead is at work; for %d more letters it is not "
+                "called; all are in the dead letters",
+                self.engine.path,
+                len(self._offsets),
+            )
+
     def close(self) -> None:
         self._tell_all()
+        self._over = True
         self._timer.close()
 
     def close_then(self, function: Callable[[], None]) -> None:

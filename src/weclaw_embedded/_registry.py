@@ -10,13 +10,28 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 import weakref
+from typing import Final, Protocol
 
 from ._engine import Engine
 from ._opening import Complete, open_shared
 
 _engines: dict[tuple[int, int], Engine] = {}
 _lookers: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+# How long the end of the interpreter waits for what is still to be told.
+_TELL_S: Final = 5.0
+
+
+class Telling(Protocol):
+    """What has something to tell before its file is closed."""
+
+    def wait_told(self, until_s: float) -> None:
+        """Return when it has, or at that time (time.monotonic)."""
+
+
+_telling: weakref.WeakSet[Telling] = weakref.WeakSet()
 _registry_lock = threading.RLock()
 
 
@@ -71,6 +86,11 @@ def keep(engine: Engine) -> None:
     _lookers.add(engine)
 
 
+def tell_at_end(telling: Telling) -> None:
+    """Have the end of the interpreter wait a while for what is still to be told."""
+    _telling.add(telling)
+
+
 def release(engine: Engine) -> None:
     """Give one handle's share back; the last one closes the file."""
     with _registry_lock:
@@ -93,7 +113,10 @@ def _forget(engine: Engine) -> bool:
 
 @atexit.register
 def _close_all() -> None:
-    """A normal end of the interpreter hands leases back and flushes."""
+    """A normal end of the interpreter waits for what is to be told, hands leases back, flushes."""
+    until_s = time.monotonic() + _TELL_S
+    for telling in list(_telling):
+        telling.wait_told(until_s)
     with _registry_lock:
         engines = [*_engines.values(), *_lookers]
         _engines.clear()

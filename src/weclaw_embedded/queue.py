@@ -103,7 +103,7 @@ class Queue(Asking):
             dies.
         retry: What happens after failed deliveries.
         on_dead: Called with each `DeadLetter` that this process makes of this queue, in whatever
-            thread; `close` waits until it has been.
+            thread; `close` waits until it has been, the end of the interpreter 5 seconds at most.
         start: Where the group begins if it does not exist: "earliest" (default, on first get),
             "latest" or an offset; given explicitly, the group begins now.
         **options: Those of `weclaw_embedded.open`.

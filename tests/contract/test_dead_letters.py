@@ -8,11 +8,13 @@ import datetime
 import gc
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
-from tests.helpers.processes import Child
+from tests.helpers.processes import Child, environment
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
@@ -355,6 +357,43 @@ def test_a_queue_that_told_of_a_letter_is_closed_when_it_is_dropped(path):
     with pytest.warns(ResourceWarning, match="unclosed"):
         eventually(is_dropped)
     eventually(lambda: not descriptors_of(path))
+
+
+ENDING = """
+import sys, time
+import weclaw_embedded as weclaw
+
+def on_dead(letter):
+    time.sleep(float(sys.argv[2]))
+    print(letter.body, flush=True)
+
+q = weclaw.Queue(sys.argv[1], on_dead=on_dead, start="earliest")
+q.put_many([weclaw.Put(n, ttl=0.01) for n in range(3)])
+time.sleep(0.02)
+assert q.qsize() == 0
+print("the end", flush=True)
+"""
+
+
+def test_the_end_of_the_interpreter_waits_for_on_dead(path):
+    """What died just before is told of, though nobody closed the queue."""
+    command = [sys.executable, "-c", ENDING, str(path), "0.2"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "the end\n0\n1\n2\n"), done.stderr
+
+
+def test_the_end_of_the_interpreter_does_not_wait_for_ever_for_on_dead(path):
+    """It is said that some were not told of; they are in the dead letters."""
+    command = [sys.executable, "-c", ENDING, str(path), "3600"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "the end\n")
+    assert "2 more letters" in done.stderr
+    with weclaw.Queue(path) as q:
+        assert [letter.body for letter in q.dlq] == [0, 1, 2]
 
 
 def test_on_dead_for_what_made_too_little_room(path, open_queue):
