@@ -112,7 +112,7 @@ class AsyncMessage(Message):
                 self.nack(reason=describe(error))
             else:
                 self.release()
-        except LeaseLostError:
+        except (LeaseLostError, ClosedError):
             # The error that ended the block is the one to be seen; the message comes back anyway.
             return
 

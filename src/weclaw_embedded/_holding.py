@@ -115,4 +115,4 @@ class Holding:
         if records:
             session.append(records)
             session.ready = ALL
-        self.let_go(leases)
+        self.lose(leases)

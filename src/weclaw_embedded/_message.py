@@ -317,8 +317,14 @@ class Message(Told):
 
     def _lost(self) -> LeaseLostError:
         """Why it can't be settled though nobody took its lease away."""
-        if self._held().engine.forked:
+        lease = self._held()
+        if lease.engine.forked:
             why = "is held by the parent process; nothing was changed"
+        elif lease.lost:
+            why = (
+                "was handed back, uncounted, when its queue was closed, or taken away before; it "
+                "was not settled; settle before the queue is closed"
+            )
         else:
             why = "was settled already"
         return LeaseLostError(f"message {self.id} {why}")
@@ -365,7 +371,7 @@ class Message(Told):
                 self.nack(reason=describe(error))
             else:
                 self.release()
-        except LeaseLostError:
+        except (LeaseLostError, ClosedError):
             # The error that ended the block is the one to be seen; the message comes back anyway.
             return
 

@@ -37,6 +37,12 @@ def hold_all(session: Session, leases: Iterable[Lease]) -> None:
 
 
 def _lost(lease: Lease) -> LeaseLostError:
+    if lease.lost:
+        return LeaseLostError(
+            f"the message at offset {lease.offset} was handed back, uncounted, when its queue was "
+            "closed, or its lease was taken away; nothing was changed, and it was not settled; "
+            "settle before the queue is closed"
+        )
     if lease.over:
         return LeaseLostError(
             f"message at offset {lease.offset} was settled already, or its lease was taken back; "

@@ -582,7 +582,8 @@ class Queue(Asking):
 
     def close(self) -> None:
         """Close this queue, and with it the file if the queue opened it: leases are handed back
-        uncounted, everything is flushed. Closing twice does nothing.
+        uncounted, everything is flushed; a `with msg` that is under way ends with LeaseLostError.
+        Closing twice does nothing.
         """
         if self._closed:
             return

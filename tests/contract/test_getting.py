@@ -848,3 +848,41 @@ def test_the_consumers_name_stands_in_the_failures(path):
         assert failure.consumer == "worker seven"
         assert failure.time.utcoffset() == datetime.timedelta(0)
         assert before < failure.time < datetime.datetime.now(UTC) + datetime.timedelta(seconds=1)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["the last handle", "another handle is open"])
+@pytest.mark.parametrize("close", ["queue", "store"])
+def test_with_a_queue_that_is_closed_inside_says_that_nothing_was_settled(path, kept, close):
+    """Closing hands the message back, so the block did not ack it: `LeaseLostError`. An error that
+    ends the block goes on as it is.
+    """
+    other = weclaw.open(path) if kept else None
+    with weclaw.Queue(path) as q:
+        id = q.put("x")
+    for error, told in ((None, weclaw.LeaseLostError), (KeyError("mine"), KeyError)):
+        q = weclaw.Queue(path)
+        msg = q.get(block=False)
+        with pytest.raises(told, match="handed back" if error is None else "mine"), msg:
+            (q if close == "queue" else q._store).close()
+            if error is not None:
+                raise error
+        q.close()
+        with weclaw.Queue(path) as q:
+            assert q.status(id) == "ready"
+    if other is not None:
+        other.close()
+
+
+def test_async_with_a_queue_that_is_closed_inside_says_that_nothing_was_settled(path):
+    """The same in asyncio."""
+
+    async def main():
+        q = weclaw.AsyncQueue(path)
+        await q.put("x")
+        with pytest.raises(weclaw.LeaseLostError, match="handed back"):
+            async with await q.get():
+                await q.close()
+        async with weclaw.AsyncQueue(path) as q, await q.get() as msg:
+            assert (msg.body, msg.retry_count) == ("x", 0)
+
+    asyncio.run(main())
