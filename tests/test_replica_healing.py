@@ -101,6 +101,33 @@ def test_damage_is_healed_from_the_replica(
     assert "healed" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["read", "repair"])
+@pytest.mark.parametrize("bad", [(50,), (51,), (50, 52), (51, 53)])
+def test_what_the_replica_has_of_damaged_neighbours_is_healed(
+    closed: Callable[..., Any], path: Path, copy: Path, address: Any, bad: tuple[int, ...], how: str
+) -> None:
+    """Of four frames in a row that are damaged those are lost that the copy lacks, too."""
+
+    def spoil_bodies(file: Path, *numbers: int) -> None:
+        data = file.read_bytes()
+        spoil(file, *(data.index(bytes([n]) * 2000) + 1000 for n in numbers))
+
+    spoil_bodies(path, 50, 51, 52, 53)
+    spoil_bodies(copy, *bad)
+    q = closed(replica=address)
+    if how == "repair":
+        from weclaw_embedded import _survey
+
+        (found,) = _survey.repair(q._store, lambda **_: None)
+        assert not found.healed
+        assert 2000 * len(bad) < found.size_bytes < 2200 * len(bad)
+        assert q._store.verify() == []
+    for _ in range(2):
+        seen = [msg.body["n"] for msg in q.peek(1000)]
+        assert seen == [n for n in range(COUNT) if n not in bad]
+    q.close()
+
+
 @pytest.mark.parametrize("scratch", [True, False], ids=["scratch", "no scratch"])
 @pytest.mark.parametrize("lost", [(0,), (1,), (1, 2), (0, 2)])
 def test_a_segment_without_headers_is_healed_from_the_replica(

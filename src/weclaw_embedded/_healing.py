@@ -318,13 +318,15 @@ def heal(engine: Engine, address: Address, start: int, end: int, patience_s: flo
     finally:
         source.close()
     for lack in lacks:
-        if lack.begin in healed:
-            logger.warning(
-                "damage at offset %d (%s): healed from the replica %s",
-                lack.begin,
-                lack.reason,
-                describe(address),
-            )
+        for begin in healed:
+            if lack.begin <= begin < lack.end:
+                logger.warning(
+                    "damage at offset %d (%s): healed from offset %d on from the replica %s",
+                    lack.begin,
+                    lack.reason,
+                    begin,
+                    describe(address),
+                )
     return healed
 
 
@@ -400,11 +402,17 @@ def _write(log: Log, found: list[_Found]) -> list[int]:
                 written.append((lack, before, shift))
     # After all of it was written: a frame may go over several of these places.
     for lack, before, shift in written:
-        left = unreadable(log, lack.begin, _end_of_segment(log, lack.begin))
-        if any(lack.begin <= place < lack.end for place, _, _ in left):
-            _files.write_at(log.fd, [before], lack.begin + shift)  # no better there
-        else:
-            healed.append(lack.begin)
+        # What is no better is put back; a neighbour that is stays.
+        begin = lack.begin
+        for place, end, _ in unreadable(log, lack.begin, _end_of_segment(log, lack.begin)):
+            if lack.begin <= place < lack.end:
+                piece = before[place - lack.begin : end - lack.begin]
+                _files.write_at(log.fd, [piece], place + shift)
+                if begin < place:
+                    healed.append(begin)
+                begin = end
+        if begin < lack.end:
+            healed.append(begin)
     return healed
 
 

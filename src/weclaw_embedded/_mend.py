@@ -126,10 +126,10 @@ def _write_copy(
 
 
 def repair(
-    engine: Engine, seen: Seen | None = None, lost: set[int] | None = None
+    engine: Engine, seen: Seen | None = None, lost: dict[int, int] | None = None
 ) -> list[tuple[int, str]]:
     """Set aside what cannot be read, so that `verify` is quiet; (offset, reason) of each place.
-    The offsets of those that no replica made good are added to `lost`.
+    The offsets of those that no replica made good, with their bytes, are added to `lost`.
     """
     found = engine.verify(seen)
     if not found:
@@ -145,7 +145,7 @@ def repair(
         while spots and spots != before:
             for start, end, reason in spots:
                 if lost is not None:
-                    lost.add(start)
+                    lost[start] = end - start
                 for offset in session.tx.live_in(start, end):
                     if offset < end and offset >= start:
                         _delivery.set_aside(session, offset, reason)

@@ -277,11 +277,12 @@ def repair(store: Store, update: Update) -> list[Gone]:
     for start, end, _ in _mend.unreadable(log, log.head_offset, end_of_log(store)):
         places[start] = end - start
     around = _times_around(store, sorted(places))
-    lost: set[int] = set()
+    lost: dict[int, int] = {}
     found = []
     for offset, reason in _mend.repair(engine, _telling(update), lost):
-        healed = offset in places and offset not in lost
-        size = 0 if healed else places.get(offset, 0)
+        end = offset + places.get(offset, 0)
+        size = sum(n for start, n in lost.items() if offset <= start < end)
+        healed = offset in places and not size
         found.append(Gone(offset, reason, size, healed, *around.get(offset, (None, None))))
     return found
 
