@@ -468,3 +468,24 @@ def test_those_who_wait_are_counted_by_what_for(open_queue):
     assert words[WAITERS] == before
     assert not page.waits(7, READY)
     assert not page.waits(7, SETTLED)
+
+
+def test_ctrl_c_while_a_timer_starts_leaves_one_thread_and_one_that_can_be_closed(monkeypatch):
+    """Interrupted between the start of its thread and the note of it, it has it all the same."""
+    before = set(threading.enumerate())
+    interrupts = [KeyboardInterrupt()]
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            super().start()
+            if interrupts:
+                raise interrupts.pop()
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    timer, called = Timer("weclaw-test"), threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        timer.call_at(time.monotonic() + 3600, called.set)
+    timer.call_at(time.monotonic(), called.set)
+    assert called.wait(10)
+    timer.close()
+    eventually(lambda: set(threading.enumerate()) <= before)

@@ -350,7 +350,12 @@ class Timer:
                 self._condition.notify()
 
     def _run(self) -> None:
-        while True:
+        me = threading.current_thread()
+        with self._condition:
+            # Whoever started it was perhaps interrupted before he could note it.
+            if self._thread is None:
+                self._thread = me
+        while self._thread is me:
             with self._condition:
                 while not self._closed:
                     if not self._heap:
