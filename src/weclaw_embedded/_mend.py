@@ -9,6 +9,7 @@ It must not know how messages are delivered.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from collections.abc import Callable
@@ -43,6 +44,8 @@ from .wal import HEAD, LAST, TAIL, Log, new_salt
 #: Told now and then how many bytes are done, and of how many.
 Seen = Callable[[int, int], None]
 
+# How often a file that is only looked at is copied anew.
+_COPIES: Final = 5
 _SMALLEST_BLANK: Final = PART_BYTES + ENVELOPE_BYTES + 1
 
 
@@ -53,6 +56,23 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
     """Copy the log as it is at this moment to a new file, which appears whole."""
     if os.path.lexists(path):
         raise StorageError(f"{path} exists already; nothing was written; choose another name")
+    try:
+        if engine.log.readonly:
+            _copy_what_stays(engine, path, seen)
+        else:
+            _copy_pinned(engine, path, seen)
+    except FileExistsError:
+        raise StorageError(
+            f"{path} came to be meanwhile; it was left alone; choose another name"
+        ) from None
+    except OSError as error:
+        raise StorageError(
+            f"the backup {path} can't be written: {error.strerror or error}; there is no such "
+            "file, and the queue is as it was; choose another place"
+        ) from error
+
+
+def _copy_pinned(engine: Engine, path: str, seen: Seen | None) -> None:
     engine.flush()
 
     head = -1
@@ -72,18 +92,33 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
 
     try:
         segments, tail = engine.execute(pin)
-        _files.create_whole(path, lambda fd: _write_copy(engine.log, fd, segments, tail, seen))
-    except FileExistsError:
-        raise StorageError(
-            f"{path} came to be meanwhile; it was left alone; choose another name"
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            f"the backup {path} can't be written: {error.strerror or error}; there is no such "
-            "file, and the queue is as it was; choose another place"
-        ) from error
+        _files.create_whole(path, functools.partial(_write_copy, engine.log, segments, tail, seen))
     finally:
         engine.execute(unpin)
+
+
+def _copy_what_stays(engine: Engine, path: str, seen: Seen | None) -> None:
+    """The same by who only looks: others don't wait for it, and where they gave back what was not
+    copied yet it begins anew, a few times.
+    """
+
+    def look(session: Session) -> tuple[list[int], int]:
+        return session.log.segments(), session.log.state.words[TAIL]
+
+    gone: LookupError | None = None
+    for _ in range(_COPIES):
+        segments, tail = engine.execute(look)
+        try:
+            write = functools.partial(_write_copy, engine.log, segments, tail, seen)
+            _files.create_whole(path, write)
+            return
+        except LookupError as error:
+            gone = error
+    raise StorageError(
+        f"{engine.path} was copied {_COPIES} times, and each time others gave back space of it "
+        f"before it was copied; nothing is wrong with it, and there is no file {path}; open it "
+        "without readonly, so that they wait"
+    ) from gone
 
 
 def _pin(session: Session, pins: list[int]) -> None:
@@ -92,9 +127,7 @@ def _pin(session: Session, pins: list[int]) -> None:
     session.page.pin(session.engine.slot, min(pins, default=None))
 
 
-def _write_copy(
-    log: Log, fd: int, segments: list[int], tail: int, seen: Seen | None = None
-) -> None:
+def _write_copy(log: Log, segments: list[int], tail: int, seen: Seen | None, fd: int) -> None:
     store_id = secrets.token_bytes(16)
     old = log.header
     header = FileHeader(old.segment_bytes, store_id, 1, 1, _clock.wall_us())
@@ -104,10 +137,13 @@ def _write_copy(
     size = log.segment_bytes
     for place, segment in enumerate(segments):
         at = HEADER_BYTES + place * size
-        slot = log.read_slot(log.slot_of(segment))
+        number = log.slot_of(segment)
+        slot = log.read_slot(number)
+        data = bytearray(_files.read_at(log.fd, size, log.slot_position(number)))
+        if log.is_gone(segment):
+            raise LookupError(f"segment {segment} is no longer kept")
         if slot is None:
             continue  # damaged: the copy lacks what the file lacks
-        data = bytearray(_files.read_at(log.fd, size, log.slot_position(log.slot_of(segment))))
         data = data.ljust(size, b"\0")
         beyond = max(SLOT_BYTES, min(size, tail - (segment << log.bits)))
         data[beyond:] = bytes(size - beyond)

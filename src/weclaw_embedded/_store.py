@@ -233,9 +233,12 @@ class Store:
     def backup(self, path: str | os.PathLike[str]) -> None:
         """Copy the file to `path` while it is in use: a queue of its own, as of this moment.
 
-        Raises StorageError if `path` exists, DiskFullError; then there is no file.
+        Only reads, so one that was opened readonly can be copied too; others don't wait for that.
+
+        Raises StorageError if `path` exists, or readonly if others give space back faster than it
+        is copied; DiskFullError; then there is no file.
         """
-        backup(self._writable(), _full(path))
+        backup(self._engine, _full(path))
 
     def close(self) -> None:
         """Close this handle and its queues. The last handle of the process hands leases back

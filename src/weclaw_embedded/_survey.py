@@ -245,7 +245,7 @@ def needed_at(store: Store, places: list[int]) -> int:
 
 def backup(store: Store, path: str, update: Update) -> None:
     """`Store.backup`, telling how far it is."""
-    _mend.backup(store._writable(), path, _telling(update))
+    _mend.backup(store._engine, path, _telling(update))
 
 
 def replay(queue: Queue, update: Update, **chosen: Any) -> int:

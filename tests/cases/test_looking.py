@@ -91,6 +91,54 @@ def test_a_segment_that_begins_while_the_slots_are_looked_at_is_not_missing(
             assert looker.queue().stats()[:5] == q.stats()[:5]
 
 
+@pytest.mark.parametrize("number", [1, 5, 10, 15, 18, 19, 20, 21, 22, 25, 30])
+def test_a_backup_by_who_only_looks_is_of_one_moment(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Also when all space of the file is used again under it: it begins anew then."""
+    with weclaw.Queue(path, segment_bytes=SEGMENT, retention=0, flush="os") as q:
+        turn_over(q, 3)
+        q.put_many([[n, BODY] for n in range(8)])
+        with weclaw.open(path, readonly=True) as looker:
+
+            def go_on() -> None:
+                for msg in q.get_many(8):
+                    msg.ack()
+                turn_over(q, 6)
+                q.put("the last")
+
+            at_read(monkeypatch, looker, number, go_on)
+            looker.backup(tmp_path / "copy.wq")
+            monkeypatch.undo()
+    with weclaw.Queue(tmp_path / "copy.wq") as copy:
+        assert copy._store.verify() == []
+        assert copy.stats().damaged == 0
+        bodies = [msg.body for msg in copy.peek(20)]
+        assert bodies in ([[n, BODY] for n in range(8)], ["the last"])
+
+
+def test_a_backup_that_is_always_overtaken_is_refused(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is still true; and there is no file."""
+    with weclaw.Queue(path, segment_bytes=SEGMENT, retention=0, flush="os") as q:
+        turn_over(q, 3)
+        with weclaw.open(path, readonly=True) as looker:
+            real = _files.read_at
+
+            def read_at(fd: int, n: int, offset: int, **how: bool) -> bytes:
+                if fd == looker._engine.fd and n == SEGMENT:
+                    turn_over(q, 4)
+                return real(fd, n, offset, **how)
+
+            monkeypatch.setattr(_files, "read_at", read_at)
+            with pytest.raises(weclaw.StorageError, match="nothing is wrong with it"):
+                looker.backup(tmp_path / "copy.wq")
+            monkeypatch.undo()
+            assert not list(tmp_path.glob("*copy*"))
+            looker.backup(tmp_path / "copy.wq")
+
+
 def flip(path: Path, what: bytes) -> None:
     """Turn over one bit in the middle of these bytes of the file."""
     at = path.read_bytes().index(what) + len(what) // 2

@@ -223,7 +223,7 @@ def test_every_verb_has_json_but_those_that_print_no_data() -> None:
 def test_every_verb_that_looks_has_readonly() -> None:
     """In its options, and so in its help."""
     looking = {
-        *("stats", "health", "peek", "results", "top", "tail", "verify", "metrics"),
+        *("stats", "health", "peek", "results", "top", "tail", "verify", "metrics", "backup"),
         *("dlq list", "dlq show", "dlq export", "dlq watch", "dlq redrive"),  # its dry run
     }
     found = {

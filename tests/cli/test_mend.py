@@ -167,6 +167,14 @@ def test_verify_says_that_a_header_is_no_message(file: Path, ctl: Any) -> None:
         assert said.startswith("1 fault; no message is hit while the other copy of a header is")
 
 
+def test_a_backup_of_what_may_only_be_read(file: Path, done: list[str], js: Any, ctl: Any) -> None:
+    out = file.parent / "copy.wq"
+    before = file.read_bytes()
+    assert js("backup", file, out, "--readonly")["path"] == str(out)
+    assert file.read_bytes() == before
+    assert [one["id"] for one in js("results", out)] == done[1::2]
+
+
 def test_repair_makes_verify_quiet(file: Path, js: Any, ctl: Any) -> None:
     with weclaw.Queue(file) as q:
         for text in ("a", "b", "c"):

@@ -160,10 +160,11 @@ def _between(place: _survey.Gone) -> str:
 @common.file_argument
 @click.argument("out", type=click.Path(dir_okay=False))
 @common.json_option
-def backup(file: str, out: str, as_json: bool) -> None:
+@common.readonly_option
+def backup(file: str, out: str, as_json: bool, readonly: bool) -> None:
     """Copy FILE to OUT while it is in use. OUT is a queue of its own, as of this moment."""
     with (
-        common.opened(file) as store,
+        common.looking(file, readonly=readonly) as store,
         common.progress_bar("backup", None, percent=True) as update,
     ):
         _survey.backup(store, os.path.abspath(out), update)
