@@ -156,9 +156,10 @@ class Engine(Upkeep, Waiting, Holding, WithReplica, Folding, Together, Durabilit
         self._written: list[Appended] = []
         self._written_from = self._written_to = -1
         self.folded_to = self._tail_seen = 0
-        self._next_probe = 0
+        self._next_probe = self._ahead_from = 0
         self._owners_seen = -1
-        self._others: list[tuple[int, bytes]] = []  # of the owners seen then, but for our own
+        # What to ask of the locks of the owners seen then, but for our own.
+        self.others: list[tuple[int, bytes]] = []
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
         self._upkept_at = -1  # the last segment at the last upkeep that was due

@@ -12,6 +12,7 @@ case once it is `_MOST_LEFT_BYTES`; in parts, so that nobody waits long for the 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ logger = logging.getLogger("weclaw_embedded")
 
 # Of what a process wrote itself, so much is applied from memory instead of read back.
 _MOST_REMEMBERED_BYTES: Final = 64 << 10
+# After a record that could not be told without the lock, so much of the log is left to be.
+_AHEAD_PAUSE_BYTES: Final = 64 << 10
 # How far the index may be behind, and in what parts it then follows.
 _MOST_LEFT_BYTES: Final = 256 << 20
 _PART_BYTES: Final = 2 << 20
@@ -53,6 +56,8 @@ class Folding:
     turn: Callable[..., Any]
     closed: bool
     _tail_seen: int
+    _lock: threading.Lock
+    _ahead_from: int  # nothing is folded ahead before the log's tail is there
 
     def catch_up(self, tx: Tx) -> None:
         """Apply everything written and not yet applied. The caller holds the write lock."""
@@ -82,6 +87,32 @@ class Folding:
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
             last = fold_in_parts(self.index, tx, self.log, found, applied)
             self.log.keep_at_hand(last.found)
+
+    def fold_ahead(self) -> None:
+        """Fold the little that others have written, before the lock is taken for a look: reading
+        and checking it needs none, and they need the lock. What needs more than memory is left.
+        """
+        with self._lock:
+            tx = self.index.memory
+            applied, tail = tx.applied, self.page.words[TAIL]
+            if (
+                applied == tail
+                or tail < self._ahead_from
+                or (applied == self._written_from and tail == self._written_to)
+                or applied < self.log.head_offset
+                or self.closed
+                or not tx.ahead()
+            ):
+                return
+            try:
+                few = self.log.few(applied)
+                if few is not None:
+                    tx.apply_stretch(few)
+                    applied = few.end
+                tx.told_ahead(applied)
+            except BehindError:
+                # What is known is read anew. Where rows are asked for, more will be.
+                self._ahead_from = tail + _AHEAD_PAUSE_BYTES
 
     def _join_leader(self, tx: Tx) -> None:
         """Bring memory to where another process has brought LMDB, by what the log has in between;

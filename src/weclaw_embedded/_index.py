@@ -217,6 +217,11 @@ class Index:
                 raise
         return tx
 
+    @property
+    def memory(self) -> Tx:
+        """What is known in memory, with no transaction begun; see `State.ahead`."""
+        return self._tx
+
     def share(self, commits: memoryview[int]) -> None:
         """Count commits in a word that all processes share, each under the write lock: what is
         known in memory holds while it stands still.

@@ -67,8 +67,8 @@ class IndexFullError(DiskFullError):
 
 
 class BehindError(Exception):
-    """A row is wanted of LMDB, where another process has it as of later than what is in memory;
-    internal: what is in memory is given up then.
+    """A row is wanted of LMDB while it is not to be had: another process has it there as of later
+    than what is in memory, or may just be writing. Internal: what is in memory is given up then.
     """
 
 
@@ -85,6 +85,8 @@ class State:
         self._behind: dict[bytes, bytes | None] = {}
         self._plain: dict[int, set[int]] = {}
         self.stored = 0  # so far LMDB has it
+        self._has_no_lock = False  # of all processes; see `ahead`
+        self._before = -1, -1
         # As in the head row: what another process has brought LMDB to, while memory is behind it.
         self.leader: tuple[int, int, int, int] | None = None
         self._wait()
@@ -136,6 +138,7 @@ class State:
         """Be ready for one transaction when others may have committed; LMDB's own begins when
         something is asked of it.
         """
+        self._has_no_lock = False
         self._recall()
         if self._commits is None:
             self._use_rows()
@@ -154,7 +157,7 @@ class State:
     def _open(self) -> lmdb.Transaction[bytes]:
         txn = self._txn
         if txn is None:
-            if self.leader is not None:
+            if self.leader is not None or self._has_no_lock:
                 raise BehindError
             try:
                 txn = self._txn = self.room.begin()
@@ -267,6 +270,24 @@ class State:
             txn.abort()
         return True
 
+    def ahead(self) -> bool:
+        """Whether what is in memory holds and may be told more without the lock of all processes,
+        for as long as that asks LMDB for nothing. It counts for nothing until `told_ahead`.
+        """
+        commits = self._commits
+        if self._txn is not None or commits is None or commits[0] != self._known_commits:
+            return False
+        self._has_no_lock = True
+        self._before = self._known_commits, self._known_sequence
+        self._known_commits = self._known_sequence = -1
+        return True
+
+    def told_ahead(self, applied: int) -> None:
+        """What was told is all that stands before `applied`, the next frame to apply."""
+        self._has_no_lock = False
+        self.applied = applied
+        self._known_commits, self._known_sequence = self._before
+
     def join(self) -> None:
         """Memory has all that the leader had: what another process wrote of it to LMDB is as if
         this one had.
@@ -319,6 +340,7 @@ class State:
         self._behind.clear()
         self._plain.clear()
         self.leader = None
+        self._has_no_lock = False
         self._known_sequence = -1
         self._known_shape = -1
         self._known_commits = -1

@@ -186,7 +186,10 @@ class Reading(Segments):
             return None
         if tail - 1 >> self.bits != segment:
             return None
-        shift, salt = self.place(segment)
+        try:
+            shift, salt = self.place(segment)
+        except (LookupError, MissingSegmentError):
+            return None  # freed meanwhile, or damaged, which the walk reports
         found = stretch_of(start, _files.read_at(self.fd, size + SLOT_BYTES, start + shift), salt)
         if not found.places or found.end != tail:
             return None

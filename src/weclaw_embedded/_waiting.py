@@ -52,7 +52,7 @@ class Waiting:
     _check_place: Callable[[], None]
     _next_probe: int
     _owners_seen: int
-    _others: list[tuple[int, bytes]]
+    others: list[tuple[int, bytes]]
 
     if TYPE_CHECKING:
 
@@ -96,8 +96,8 @@ class Waiting:
         if seq != self._owners_seen:
             others = self.page.others(self.slot)
             self._owners_seen = seq
-            self._others = [_files.question(OWNER + slot) for slot in others]
-        return self._others
+            self.others = [_files.question(OWNER + slot) for slot in others]
+        return self.others
 
     def bury(self, session: Session, slots: list[int]) -> None:
         """Take the tokens of the dead out of the page: their leases name nobody now, and every

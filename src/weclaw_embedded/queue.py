@@ -426,6 +426,8 @@ class Queue(Asking):
         waiter = None if until_s == 0.0 else Waiter(READY_BYTE)
         while True:
             try:
+                if engine.others:
+                    engine.fold_ahead()
                 taken = engine.execute(_taking.take, self._address, n, visibility_s, waiter)
             except BaseException:
                 if waiter is not None:
