@@ -331,7 +331,6 @@ class Model:
                 group.has[offset] = Standing(offset, 0, 0)
             elif had.status == "done":
                 group.has[offset] = Standing(offset, 0, 0, delivery=had.delivery)
-                group.settled -= 1
 
     def pause(self, gid: int, until: int) -> None:
         """Pause a group."""

@@ -323,8 +323,6 @@ class Change(Moves):
             self._enter(group, message, row, time_us)
             self._delete(key_u64_u64(RESULT, said.gid, message))
             self._delete(key_u64_u64(DELIVERED, said.gid, message))
-            if group.settled and row.delivery:
-                group.settled -= 1
 
     def _is_settled(self, group: GroupState, topic: TopicState, offset: int, priority: int) -> bool:
         """Whether a message is known and this group is done with it."""

@@ -37,11 +37,14 @@ class Stats(NamedTuple):
     dead: int
     """Dead letters."""
     settled: int
-    """Acked since the group began."""
+    """Acks since the group began, which never become fewer: a replayed message counts at each."""
     oldest_age_s: float
     """Age of the oldest message not settled; 0.0 when there is none."""
     retries: int
-    """Failed deliveries since the group began."""
+    """Retries burnt since the group began: failed deliveries (a nack, a lease that ran out) that
+    are tried again. One that makes a dead letter, `nack(count=False)` and the death of a consumer
+    are not among them.
+    """
     replica_lag: int | None
     """Bytes the replica is behind; 0 when level, None without a replica."""
     file_bytes: int
@@ -61,6 +64,7 @@ class GroupInfo(NamedTuple):
     leased: int
     dead: int
     settled: int
+    """As in `Stats`."""
     offset: int
     """Everything before it is settled in this group."""
     paused: bool

@@ -34,9 +34,14 @@ _DIFFERENCES: Final = 100
 
 def topics(store: Store) -> list[str]:
     """The name of every topic that was put into, those that no group has read too."""
+    return sorted(name for name, number in puts(store).items() if number)
 
-    def look(session: Session) -> list[str]:
-        return sorted(topic.name for topic in session.tx.topics() if topic.puts)
+
+def puts(store: Store) -> dict[str, int]:
+    """Of each topic, how many messages were ever put into it."""
+
+    def look(session: Session) -> dict[str, int]:
+        return {topic.name: topic.puts for topic in session.tx.topics()}
 
     return store._run(look)
 

@@ -88,6 +88,7 @@ def _looks(
 ) -> Iterator[dict[str, Any]]:
     """What there is, again and again; the first not at once, so that it has rates, but soon."""
     before: dict[tuple[str, str], weclaw.Stats] = {}
+    puts_before: dict[str, int] = {}
     at = time.monotonic()
     first = True
     while True:
@@ -96,9 +97,12 @@ def _looks(
             place: common.queue_of(store, place.topic, place.group).stats()
             for place in common.places(store, topic, group)
         }
+        puts = _survey.puts(store)
+        came = {topic: number - puts_before.get(topic, 0) for topic, number in puts.items()}
         if not first:
-            yield _look(found, before, now - at)
+            yield _look(found, before, came, now - at)
         before = {(place.topic, place.group): stats for place, stats in found.items()}
+        puts_before = puts
         at = now
         time.sleep(min(interval, _FIRST_S) if first else interval)
         first = False
@@ -107,18 +111,18 @@ def _looks(
 def _look(
     found: dict[common.Place, weclaw.Stats],
     before: dict[tuple[str, str], weclaw.Stats],
+    came: dict[str, int],
     seconds: float,
 ) -> dict[str, Any]:
     groups = []
     for place, stats in found.items():
         earlier = before.get((place.topic, place.group), stats)
-        came = _ever(stats) - _ever(earlier)
         groups.append(
             {
                 "topic": place.topic,
                 "group": place.group,
                 **{name: getattr(stats, name) for name in _COUNTS},
-                "puts_per_s": round(max(0, came) / seconds, 1),
+                "puts_per_s": round(came.get(place.topic, 0) / seconds, 1),
                 "settled_per_s": round((stats.settled - earlier.settled) / seconds, 1),
                 "paused": place.paused,
                 "pause_left_s": place.pause_left_s,
@@ -137,10 +141,6 @@ def _look(
 _PAUSES = 3
 _COUNTS = ("ready", "delayed", "leased", "dead", "settled", "oldest_age_s", "retries")
 _OF_THE_FILE = ("replica_lag", "file_bytes", "reclaimable_bytes", "damaged")
-
-
-def _ever(stats: weclaw.Stats) -> int:
-    return stats.ready + stats.delayed + stats.leased + stats.dead + stats.settled
 
 
 def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:

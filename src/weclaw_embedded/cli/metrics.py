@@ -21,8 +21,8 @@ _OF_A_GROUP = (
     ("weclaw_delayed", "gauge", "delayed", "Messages that wait for time, retry or key."),
     ("weclaw_leased", "gauge", "leased", "Messages in hand."),
     ("weclaw_dead", "gauge", "dead", "Dead letters."),
-    ("weclaw_settled", "counter", "settled", "Messages acked since the group began."),
-    ("weclaw_retries", "counter", "retries", "Failed deliveries since the group began."),
+    ("weclaw_settled", "counter", "settled", "Acks since the group began."),
+    ("weclaw_retries", "counter", "retries", "Failed deliveries that are tried again."),
     ("weclaw_oldest_age_seconds", "gauge", "oldest_age_s", "Age of the oldest not settled."),
 )
 # … and of the file.
