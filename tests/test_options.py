@@ -351,6 +351,9 @@ def test_checks_of_single_values() -> None:
     for value in (-1, math.nan, math.inf, 10**400):
         with pytest.raises(ValueError, match="delay"):
             check_seconds("delay", value)
+    for value in (-1, 0):
+        with pytest.raises(ValueError, match="lease must be more than 0 and at most"):
+            check_seconds("lease", value, positive=True)
     with pytest.raises(ValueError, match="timeout"):
         check_timeout("timeout", -0.1)
     with pytest.raises(ValueError, match="priority must be 0 to 9"):

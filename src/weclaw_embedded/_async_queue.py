@@ -36,7 +36,7 @@ from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter
 from .errors import ClosedError, DeadLetterError, Empty
-from .queue import _NOT_MANY, Queue, _not_many
+from .queue import Queue, check_many
 
 if TYPE_CHECKING:
     from ._message import Message
@@ -165,8 +165,7 @@ class AsyncQueue:
     ) -> list[str]:
         """Put bodies or `Put` objects, all or nothing; their ids in order. See `Queue.put_many`."""
         queue = self._queue
-        if isinstance(bodies, _NOT_MANY):
-            raise _not_many(bodies)
+        check_many(bodies)
         many = list(bodies)
         if not many:
             deadline_of(block, timeout)  # refuses what makes no sense

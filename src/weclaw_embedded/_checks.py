@@ -28,10 +28,11 @@ MAX_NAME_BYTES: Final = 255
 def check_seconds(name: str, value: Any, *, positive: bool = False) -> float:
     """A duration in seconds: finite, not negative, at most MAX_SECONDS."""
     seconds = _real(name, value)
-    if not 0 <= seconds <= MAX_SECONDS:
-        raise ValueError(f"{name} must be 0 to {MAX_SECONDS:.0f} seconds, not {value!r}")
-    if positive and seconds == 0:
-        raise ValueError(f"{name} must be more than 0 seconds")
+    if not 0 <= seconds <= MAX_SECONDS or (positive and seconds == 0):
+        bounds = (
+            f"more than 0 and at most {MAX_SECONDS:.0f}" if positive else f"0 to {MAX_SECONDS:.0f}"
+        )
+        raise ValueError(f"{name} must be {bounds} seconds, not {value!r}")
     return seconds
 
 

@@ -232,8 +232,8 @@ class Message(Told):
 
     def ack(self, result: Any = None) -> None:
         """Done: never delivered again in this group. `result` is kept with it in the same step,
-        for `Queue.result`. Raises `SerializationError` for a result that msgpack can't keep, then
-        the message is still held.
+        for `Queue.result`; `max_message_bytes` does not hold for it. Raises `SerializationError`
+        for a result that msgpack can't keep; then the message is still held.
         """
         packed = b"" if result is None else _values.pack_value(result, "result")
         lease = self._lease or self._held()

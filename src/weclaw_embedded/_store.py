@@ -73,7 +73,8 @@ def open(
         retention: Seconds that settled messages are kept (None: no limit by age).
         retention_bytes: Bytes of settled messages that are kept (None: no limit by size).
         max_bytes: Size of the file at which `put` waits for room.
-        max_message_bytes: Largest encoded message, for all openers.
+        max_message_bytes: Largest body, and largest headers, once encoded; for all openers. It does
+            not hold for results, which may have 1 GiB.
         segment_bytes: Of a new file: a power of two from 64 KiB, default 1 MiB.
         codec: How this handle writes bodies: "msgpack", "json", "raw", "pickle", or an object
             with encode and decode.

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -315,7 +316,7 @@ def _in_zone(value: datetime, key: str) -> datetime:
 
 
 def _refusal(value: Any, what: str, otherwise: str) -> SerializationError:
-    for path, reason in faults(value, _fault, _key_fault):
+    for path, reason in faults(value, partial(_fault, what), partial(_key_fault, what)):
         return refused_at(what, path, reason)
     return SerializationError(f"{what} can't be written: {otherwise}; nothing was written")
 
@@ -352,7 +353,7 @@ def faults(
             stack.extend(reversed(numbered))
 
 
-def _fault(item: Any) -> str | None:
+def _fault(what: str, item: Any) -> str | None:
     kind = type(item)
     if kind is str:
         return str_fault(item)
@@ -365,19 +366,21 @@ def _fault(item: Any) -> str | None:
     try:
         plain = _plain(item)
     except _Refused:
-        return (
+        reason = (
             f"a value of type {type_name(item)} does not come back equal from msgpack; "
-            "put what it is made of, or open with codec='pickle'"
+            "give what it is made of"
         )
-    return None if isinstance(plain, (msgpack.ExtType, dict, list)) else _fault(plain)
+        # The rest is msgpack whatever the codec of the handle.
+        return f"{reason}, or open with codec='pickle'" if what == "body" else reason
+    return None if isinstance(plain, (msgpack.ExtType, dict, list)) else _fault(what, plain)
 
 
-def _key_fault(key: object) -> str | None:
+def _key_fault(what: str, key: object) -> str | None:
     if not _is_key(key):
         return (
             f"a key of type {type_name(key)} does not come back; use str, bytes, int, bool or None"
         )
-    return _fault(key)
+    return _fault(what, key)
 
 
 def str_fault(item: str) -> str | None:

@@ -42,6 +42,7 @@ from .errors import (
     CorruptError,
     Empty,
     Full,
+    SerializationError,
 )
 
 if TYPE_CHECKING:
@@ -213,8 +214,13 @@ class Queue(Asking):
 
         Args:
             body: What comes back equal: None, bool, int, float, str, bytes, list, tuple, dict,
-                aware datetime; or whatever `codec` takes.
+                aware datetime; or whatever `codec` takes. What is a subclass of one of these (an
+                Enum of str, a namedtuple, an OrderedDict) comes back as the plain value that it
+                is equal to, or is refused where it is equal to none.
             id: Makes the put idempotent: while a message of this id is kept, nothing is stored.
+                It is kept while it waits, is leased or is dead, and once settled for `retention`
+                (within `retention_bytes`) and until its space is reused, so for a while even where
+                retention is 0. What is to be put again each day has the day in its id.
             key: Messages of one key are delivered in the order of their puts, one at a time.
             priority: 0 to 9, higher first.
             delay: Not before so many seconds from now.
@@ -242,8 +248,7 @@ class Queue(Asking):
 
         Waits until all of them have room. Raises as `put` does.
         """
-        if isinstance(bodies, _NOT_MANY):
-            raise _not_many(bodies)
+        check_many(bodies)
         messages = self._encode_many(bodies)
         if not messages:
             deadline_of(block, timeout)  # refuses what makes no sense
@@ -287,6 +292,11 @@ class Queue(Asking):
         ttl: float | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> tuple[list[bytes], Terms]:
+        if isinstance(body, Put):  # pickle would take it, and what it says would not be done
+            raise SerializationError(
+                "a Put is no body; nothing was put; give it to put_many in a list, or give put "
+                "its body and what else it says"
+            )
         data = [self._encode_body(body)]
         plain = self._terms
         if (
@@ -622,11 +632,13 @@ class Queue(Asking):
 _NOT_MANY: Final = (str, bytes, bytearray, memoryview, Mapping, Put)
 
 
-def _not_many(bodies: Any) -> TypeError:
-    return TypeError(
-        f"put_many takes several bodies, not one {type(bodies).__name__}; nothing was put; put a "
-        "list of them, or use put"
-    )
+def check_many(bodies: Any) -> None:
+    """Refuse what is not several bodies."""
+    if isinstance(bodies, _NOT_MANY) or not isinstance(bodies, Iterable):
+        raise TypeError(
+            f"put_many takes several bodies, not one {type(bodies).__name__}; nothing was put; "
+            "put a list of them, or use put"
+        )
 
 
 def _reopen(path: str, store: dict[str, Any], queue: dict[str, Any]) -> Queue:

@@ -706,6 +706,47 @@ def test_pickle_only_where_it_was_asked_for(open_queue):
     msg.ack()
 
 
+@pytest.mark.parametrize("codec", ["msgpack", "pickle"])
+def test_who_is_refused_is_not_told_to_do_what_would_not_help(open_queue, codec):
+    """Another codec is advised for a body; headers and results are msgpack with any."""
+    q = open_queue(codec=codec)
+    if codec == "msgpack":
+        with pytest.raises(weclaw.SerializationError, match="pickle"):
+            q.put({"a": {1}})
+    with pytest.raises(weclaw.SerializationError, match="give what it is made of") as headers:
+        q.put("x", headers={"a": {1}})
+    q.put("x")
+    msg = q.get(block=False)
+    with pytest.raises(weclaw.SerializationError, match="give what it is made of") as result:
+        msg.ack(result={1})
+    assert "pickle" not in f"{headers.value} {result.value}"
+    msg.ack()
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "json", "raw", "pickle"])
+def test_a_put_given_as_a_body_is_told_where_it_belongs(open_queue, codec):
+    """Whoever takes `put` and `put_many` for each other is told, with any codec."""
+    q = open_queue(codec=codec)
+    wrong = weclaw.Put(b"x", key="k")
+    for put in (q.put, q.put_nowait, lambda put: q.put_many([weclaw.Put(put)])):
+        with pytest.raises(weclaw.SerializationError, match="put_many"):
+            put(wrong)
+    with q.transaction() as tx, pytest.raises(weclaw.SerializationError, match="put_many"):
+        tx.put(wrong)
+
+    async def over_asyncio():
+        async with weclaw.AsyncQueue(q._store.path) as there:
+            with pytest.raises(weclaw.SerializationError, match="put_many"):
+                await there.put(wrong)
+            with pytest.raises(TypeError, match="put_many takes several bodies, not one int"):
+                await there.put_many(5)
+
+    asyncio.run(over_asyncio())
+    with pytest.raises(TypeError, match="put_many takes several bodies, not one int"):
+        q.put_many(5)
+    assert q.qsize() == 0
+
+
 def test_an_undecodable_body_stops_nothing(open_queue):
     """What can't be decoded is delivered, says so, and is settled like any other."""
     open_queue(codec=Reversed()).put("own")
@@ -777,6 +818,37 @@ def test_batch_is_synced_in_time_without_being_asked(path, open_queue):
     assert drain(other) == ["x"]
 
 
+def test_what_is_behind_anothers_unsynced_put_is_there_with_its_sync(open_queue, monkeypatch):
+    """Where handles flush in different ways, a put that has returned may have to wait for another's
+    sync: until then `get` says Empty or waits, and then gives all in order.
+    """
+    q = open_queue()
+    under_way, let_go = threading.Event(), threading.Event()
+    sync = _files.sync_data
+
+    def held(fd):
+        under_way.set()
+        assert let_go.wait(60.0)
+        sync(fd)
+
+    monkeypatch.setattr(_files, "sync_data", held)
+    before = threading.Thread(target=q.put, args=("before",))
+    before.start()
+    assert under_way.wait(60.0)
+    written = open_queue(flush="os")
+    written.put("behind")
+    assert written.qsize() == 2
+    with pytest.raises(weclaw.Empty):
+        written.get(block=False)
+    got = []
+    waits = threading.Thread(target=lambda: got.extend(written.get().body for _ in range(2)))
+    waits.start()
+    let_go.set()
+    waits.join(60.0)
+    before.join(60.0)
+    assert got == ["before", "behind"]
+
+
 @pytest.mark.parametrize("how", ["put", "ack", "nack", "transaction", "cancel", "pause"])
 def test_batch_forces_to_disk_whatever_was_written(open_queue, monkeypatch, how):
     """With flush "batch" settling and steering reach the disk within the interval, as puts do."""
@@ -835,3 +907,11 @@ def test_headers_have_the_limit_of_a_message(open_queue):
     with pytest.raises(weclaw.MessageTooLargeError):
         q.put_many(["a", weclaw.Put("x", headers={"h": "x" * 1000})])
     assert drain(q) == ["fits"]
+
+
+def test_a_result_may_be_larger_than_a_message(open_queue):
+    """What was done can be acked with its result, however small messages have to be."""
+    q = open_queue(max_message_bytes=1000)
+    task = q.put("x")
+    q.get().ack(result="x" * 2**21)
+    assert q.result(task) == "x" * 2**21
