@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import _settling
 from ._engine import Engine
 from ._io import Written, io_of
 from ._io_calls import Op
@@ -80,12 +81,12 @@ class AsyncMessage(Message):
         done: T
         lease = self._held()
         if lease.engine.forked:
-            raise self._lost()
+            raise _settling.lost(lease)
         try:
             done, self._until = write_now(lease.engine, self._queue, operation, lease, *args)
         except ClosedError:
             if lease.over:
-                raise self._lost() from None
+                raise _settling.lost(lease) from None
             raise
         return done
 

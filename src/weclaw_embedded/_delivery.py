@@ -84,11 +84,13 @@ class Lease:
     # Of most messages no more is to be said: one is made for each delivery.
     over = False
     lost = False  # it is over, and nobody here has ended it
+    handed_back = False  # that is why: its queue was closed
     retry = crash = 0
     delivery = 1
     unblocks = False  # when it ends, another may go: the next of its key, or the next suspect
     location = 0  # where the message was carried to, if it was
     renewal: Any = None  # what extends it while a `with` lasts
+    given_id: str | None = None  # of the message, by whoever put it
 
     def __init__(
         self,
@@ -110,7 +112,12 @@ class Lease:
         self.offset = offset
         self.salt = salt  # of the segment it was put into
         self.deadline_ns = deadline_ns
-        self.visibility_s = visibility_s
+        self.visibility_s = self.length_s = visibility_s  # as taken, and as it was last extended
+
+    @property
+    def id(self) -> str:
+        """Of the message."""
+        return own_id(self.offset, self.salt) if self.given_id is None else self.given_id
 
     def know(self, row: Row) -> None:
         """Take over what is known of a message that was delivered before, or has a key."""

@@ -107,12 +107,14 @@ class Holding:
             for lease in sorted(leases, key=lambda lease: lease.delivery)
         }
         # What ran out may be somebody else's by now: only the index knows.
-        records = [
-            (lease.release_record(),)
+        ours = [
+            lease
             for lease in last.values()
             if session.tx.is_leased_to(lease.gid, lease.offset, self.token)
         ]
-        if records:
-            session.append(records)
+        if ours:
+            session.append([(lease.release_record(),) for lease in ours])
             session.ready = ALL
+        for lease in ours:
+            lease.handed_back = True
         self.lose(leases)

@@ -169,7 +169,9 @@ class Message(Told):
         self, queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
     ) -> None:
         # As Told, without a call more: one is made for each delivery.
-        self._meta = _records.meta_of_put(record)
+        meta = self._meta = _records.meta_of_put(record)
+        if meta is not NO_META:
+            lease.given_id = meta.get(META_ID)
         self._record = record
         self._time_us = time_us
         self._body = _Unread
@@ -277,8 +279,8 @@ class Message(Told):
         self._settle(_settling.release)
 
     def extend(self, seconds: float | None = None) -> None:
-        """Count the lease anew from now, for `seconds` (None: as many as the last time, be it
-        `visibility_timeout` or an `extend`). What renews it, `with` or a worker, goes on with them.
+        """Count the lease anew from now, for `seconds` (None: those of the `visibility_timeout` it
+        was taken with). What renews it, `with` or a worker, goes on with as many.
         """
         from ._options import check_seconds
 
@@ -303,31 +305,17 @@ class Message(Told):
         lease = self._lease or self._held()
         engine = lease.engine
         if engine.forked:
-            raise self._lost()
+            raise _settling.lost(lease)
         try:
             result = engine.execute(operation, lease, *args)
         except ClosedError:
             if lease.over:
-                raise self._lost() from None
+                raise _settling.lost(lease) from None
             raise
         queue = self._queue
         if queue._policy == BATCH and not engine.flush_is_due:
             engine.flush_later(queue._store._options, 0)
         return result
-
-    def _lost(self) -> LeaseLostError:
-        """Why it can't be settled though nobody took its lease away."""
-        lease = self._held()
-        if lease.engine.forked:
-            why = "is held by the parent process; nothing was changed"
-        elif lease.lost:
-            why = (
-                "was handed back, uncounted, when its queue was closed, or taken away before; it "
-                "was not settled; settle before the queue is closed"
-            )
-        else:
-            why = "was settled already"
-        return LeaseLostError(f"message {self.id} {why}")
 
     def _died(self) -> None:
         """It became a dead letter by this very call."""
@@ -404,7 +392,7 @@ class Renewal:
         self._plan()
 
     def _plan(self) -> None:
-        length_s = self._lease.visibility_s
+        length_s = self._lease.length_s
         if length_s is not None:
             when_s = time.monotonic() + length_s / _RENEWALS
             if when_s < self._until_s:

@@ -33,25 +33,30 @@ def hold_all(session: Session, leases: Iterable[Lease]) -> None:
     now_ns = _clock.monotonic_ns()
     for lease in leases:
         if lease.over or now_ns >= lease.deadline_ns:
-            raise _lost(lease)
+            raise lost(lease)
 
 
-def _lost(lease: Lease) -> LeaseLostError:
-    if lease.lost:
+def lost(lease: Lease) -> LeaseLostError:
+    """Why it can be neither settled nor extended."""
+    name = f"message {lease.id}"
+    if lease.engine.forked:
+        return LeaseLostError(f"{name} is held by the parent process; nothing was changed")
+    if lease.over and not lease.lost:
+        return LeaseLostError(f"{name} was settled already; nothing was changed")
+    if lease.handed_back:
         return LeaseLostError(
-            f"the message at offset {lease.offset} was handed back, uncounted, when its queue was "
-            "closed, or its lease was taken away; nothing was changed, and it was not settled; "
-            "settle before the queue is closed"
+            f"{name} was handed back, uncounted, when its queue was closed; it was not settled, "
+            "and is delivered again; settle before the queue is closed"
         )
-    if lease.over:
+    if _clock.monotonic_ns() >= lease.deadline_ns:
         return LeaseLostError(
-            f"message at offset {lease.offset} was settled already, or its lease was taken back; "
-            "nothing was changed"
+            f"the lease of {lease.length_s} s on {name} ran out before it was settled; nothing was "
+            "changed, it counts as a failed delivery; use a longer visibility_timeout, extend() or "
+            "`with msg`"
         )
     return LeaseLostError(
-        f"the lease of {lease.visibility_s} s on the message at offset {lease.offset} ran out "
-        "before it was settled; nothing was changed, the message is delivered again; use a "
-        "longer visibility_timeout, extend() or `with msg`"
+        f"{name} was taken away: its group was dropped, or it is damaged and was set aside; "
+        "nothing was changed"
     )
 
 
@@ -63,7 +68,7 @@ def end(session: Session, lease: Lease, record: _records.Record, policy: int | N
     if session.page.words[LEASES_SEQ] != engine.leases_seen:
         engine.forget_taken(session)
     if lease.over or _clock.monotonic_ns() >= lease.deadline_ns:
-        raise _lost(lease)
+        raise lost(lease)
     if policy is None:
         session.append([record])
     else:
@@ -168,9 +173,9 @@ def extend(session: Session, lease: Lease, seconds: float | None) -> None:
     if seconds is not None and seconds < SOON_S:
         session.ready |= lease.mask  # so that they know when it ends
     lease.deadline_ns = deadline_ns
-    lease.visibility_s = seconds
+    lease.length_s = seconds
 
 
 def renew(session: Session, lease: Lease) -> None:
     """Extend it by the length it has now: its holder may just have given it another."""
-    extend(session, lease, lease.visibility_s)
+    extend(session, lease, lease.length_s)

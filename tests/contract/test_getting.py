@@ -272,13 +272,62 @@ def test_settling_late_or_twice_is_lease_lost(q):
             msg = q.get()
             settle[first](msg)
             before = q.status(task)
-            with pytest.raises(weclaw.LeaseLostError):
+            with pytest.raises(weclaw.LeaseLostError, match=f"message {task} was settled already"):
                 do(msg)
             assert q.status(task) == before, (first, second)
             if before == "ready":
                 q.get().ack()
     stats = q.stats()
     assert (stats.ready, stats.leased) == (0, 0)
+
+
+@pytest.mark.parametrize("id", [None, "mine"])
+def test_a_lost_lease_names_its_message_and_how_it_was_lost(path, id):
+    """Whatever ended the lease, the error says which message it was of, and what became of it."""
+    store = weclaw.open(path)
+    q = store.queue(retry=NO_WAIT)
+    task = q.put("x", id=id)
+    ran_out = q.get(visibility_timeout=0.01)
+    taken_away = q.get(timeout=10.0)
+    assert ran_out.id == taken_away.id == task
+    with pytest.raises(weclaw.LeaseLostError, match=rf"0\.01 s on message {task} ran out"):
+        ran_out.ack()
+    with (
+        pytest.raises(weclaw.LeaseLostError, match=f"message {task} ran out"),
+        q.transaction() as tx,
+    ):
+        tx.ack(ran_out)
+    store.drop_group("default")
+    with pytest.raises(weclaw.LeaseLostError, match=f"message {task} was taken away: its group"):
+        taken_away.ack()
+    msg = q.get()
+    q.close()
+    for _ in range(2):
+        with pytest.raises(weclaw.LeaseLostError, match=f"message {task} was handed back"):
+            msg.ack()
+        store.close()
+
+
+def test_extend_without_seconds_gives_those_it_was_taken_with(open_queue):
+    """Also after an `extend` by other seconds, and with what renews it meanwhile."""
+    q = open_queue(visibility_timeout=100)
+    q.put("x")
+
+    def left_s():
+        return (msg.lease_expires_at - datetime.datetime.now(UTC)).total_seconds()
+
+    for how, seconds in (({}, 100), ({"visibility_timeout": 50}, 50)):
+        msg = q.get(**how)
+        msg.extend(1000)
+        assert left_s() > 900
+        with msg:
+            msg.extend()
+            assert seconds - 40 < left_s() <= seconds
+            msg.release()
+    msg = q.get(visibility_timeout=None)
+    msg.extend(1000)
+    msg.extend()
+    assert msg.lease_expires_at is None
 
 
 def test_extend_counts_anew_from_now(open_queue):
