@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from . import _clock, _records
 from ._engine import Engine
-from ._index import GroupState, Row, Tx
+from ._index import GroupState, Location, Row, Tx
 from ._options import RetryPolicy
 from ._records import NEVER, RELEASE
 from ._session import ALL, Session
@@ -223,10 +223,20 @@ def place(session: Session, offset: int) -> tuple[int, int]:
     """(location of the record, salt) of a message. Raises LookupError when it is kept no more."""
     if offset >= session.log.head_offset:
         return offset, session.log.salt(offset)
-    carried = session.tx.location(offset)
+    carried = carried_to(session, offset)
     if carried is None:
         raise LookupError(f"the message at offset {offset} is no longer kept")
     return carried.offset, carried.salt
+
+
+def carried_to(session: Session, offset: int) -> Location | None:
+    """Where a message was carried to, if it was and stands there still: the index forgets a little
+    later than the log.
+    """
+    carried = session.tx.location(offset)
+    if carried is None or carried.offset < session.log.head_offset:
+        return None
+    return carried
 
 
 def find(session: Session, tid: int, id: str) -> int | None:
@@ -236,7 +246,7 @@ def find(session: Session, tid: int, id: str) -> int | None:
     tx = session.tx
     offset = tx.find_id(tid, id)
     if offset is not None:
-        kept = offset >= session.log.head_offset or tx.location(offset) is not None
+        kept = offset >= session.log.head_offset or carried_to(session, offset) is not None
         return offset if kept else None
     if len(id) != _OWN_ID_DIGITS or not _HEX.issuperset(id):
         return None
@@ -245,7 +255,7 @@ def find(session: Session, tid: int, id: str) -> int | None:
     if offset >= log.pending_tail:
         return None
     if offset < log.head_offset:
-        carried = tx.location(offset)
+        carried = carried_to(session, offset)
         if carried is None or carried.tid != tid or own_id(offset, carried.salt) != id:
             return None
     else:

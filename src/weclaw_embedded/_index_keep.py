@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+import lmdb
+
 from ._index_notes import Notes
 from ._index_rows import (
     ALONE,
@@ -24,6 +26,7 @@ from ._index_rows import (
     CHUNK_ENTRIES,
     DEAD,
     DELIVERED,
+    FORGOTTEN_TO,
     ID,
     ID_OF,
     ID_ROW,
@@ -384,12 +387,28 @@ class Keep(Notes):
 
     # What may be forgotten
 
+    @property
+    def forgotten_to(self) -> int:
+        """What stood below this offset, and was not carried, may be unknown here: the log begins
+        there, or later.
+        """
+        offset = self.meta.get(FORGOTTEN_TO, 0)
+        assert isinstance(offset, int), "as `drop_below` wrote it"
+        return offset
+
     def drop_below(self, offset: int, limit: int = 10_000) -> bool:
         """Forget what stood below an offset and was not carried; True when nothing is left to do.
 
-        Takes about `limit` rows at a time, so that no one waits long for it.
+        Takes about `limit` rows at a time, so that no one waits long for it. Raises IndexFullError.
         """
-        left = limit
+        try:
+            return self._drop_below(offset, limit)
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
+    def _drop_below(self, offset: int, left: int) -> bool:
+        if offset > self.forgotten_to:
+            self.meta = {**self.meta, FORGOTTEN_TO: offset}
         for topic in self.topics():
             left -= self._drop_queues(topic, offset)
             if left > 0 and self.groups(topic.tid):

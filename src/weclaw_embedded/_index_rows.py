@@ -105,6 +105,7 @@ HEAD_ROW: Final = struct.Struct("<QIQIQ")
 ID_ROW: Final = struct.Struct(">QB")
 MOVED_ROW: Final = struct.Struct("<QQQIB")
 
+FORGOTTEN_TO: Final = "forgotten_to"  # in META: what stood below that offset may be missing
 ALONE: Final = 255  # in PURGED and SKIP: a message that is not in a position queue
 CANCELLED: Final = 0  # why an entry of the queue is skipped
 CARRIED: Final = 1

@@ -61,7 +61,7 @@ from .errors import (
     StorageError,
     StoreFailedError,
 )
-from .wal import COMMIT, LAST_FRAME, TAIL, Log, Recovery
+from .wal import COMMIT, HEAD, LAST, LAST_FRAME, TAIL, Log, Recovery
 
 # Bytes past the largest offset of the log, so that no lock ever covers data.
 LOCKS_AT: Final = 1 << 62
@@ -430,7 +430,7 @@ def _recover(
         if rebuild is not None:
             rebuild.finish()
             return index, recovery, True
-        if _index_matches(index, log):
+        if _agree(index, log):
             return index, recovery, False
         if not recovery.whole:
             recovery = log.recover(commit=words[COMMIT], cache_is_true=True, whole=True)
@@ -441,16 +441,25 @@ def _recover(
     return new_index(directory), recovery, True
 
 
-def _index_matches(index: Index, log: Log) -> bool:
-    """Whether the index was folded from this very log, up to a place the log still knows."""
+def _agree(index: Index, log: Log) -> bool:
+    """Whether the index was folded from this very log, up to a place the log still knows. Then what
+    it has forgotten is given up by the log, too: whoever did that may have died before the file
+    said so, and of a message that is kept the index must know all.
+    """
     try:
         tx = index.write()
     except (OSError, DiskFullError, struct.error):  # the last: of another release's layout
         return False
     try:
-        return log.ends_with(tx.applied, tx.last_frame, tx.last_crc)
+        begin = tx.forgotten_to >> log.bits
+        agrees = begin <= log.state.words[LAST] and log.ends_with(
+            tx.applied, tx.last_frame, tx.last_crc
+        )
     finally:
         tx.abort()
+    if agrees and log.state.words[HEAD] < begin:
+        log.free(begin - 1)
+    return agrees
 
 
 def _new_shift(log: Log) -> int:

@@ -91,6 +91,8 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
         if wait_s != 0.0:
             return wait_s
     tx = session.tx
+    if tx.forgotten_to < start:
+        tx.drop_below(start)  # who let go of it died, or had no room, before that
     live = tx.live_in(start, (segment + 1) << log.bits)
     if live and tx.has_ready(start, (segment + 1) << log.bits):
         # What will be taken soon is not worth carrying; what nobody takes is.
@@ -113,9 +115,17 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
         session.append([_records.pack_checkpoint(tx.checkpoint_state())], flags=CHECKPOINT_FRAME)
     if records:
         session.append(records)
-    session.when_written(lambda: log.free(segment), indexed=True)
-    tx.drop_below((segment + 1) << log.bits)
+    session.when_written(lambda: _let_go(session, segment), indexed=True)
     return 0.0
+
+
+def _let_go(session: Session, segment: int) -> None:
+    """Give a segment up, and have the index forget what stood there: in this order, because as long
+    as the log keeps a message the index must know of it all that the log says.
+    """
+    log = session.log
+    log.free(segment)
+    session.amend(lambda tx: tx.drop_below(log.head_offset))
 
 
 def _pays(session: Session, tx: Tx, live: list[int]) -> bool:

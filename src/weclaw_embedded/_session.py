@@ -189,6 +189,19 @@ class Session:
             engine.know_options(self.tx.options, seen)
         return engine.known_options
 
+    def amend(self, change: Callable[[Tx], object]) -> None:
+        """Change the index once more, in a step of `when_written` that wants it `indexed`.
+
+        Where there is no room for it nothing changes, and nothing is raised.
+        """
+        try:
+            tx = self.engine.index.write()
+            change(tx)
+        except IndexFullError as error:
+            logger.debug("index not written: %s", error)
+        else:
+            self._commit(tx)
+
     def finish(self) -> None:
         """Write what was appended and keep what the index learned."""
         appended = self._appended
@@ -230,7 +243,7 @@ class Session:
         elif appended:
             self.engine.remember_written(self.start, self.tail, appended)
         for step, indexed in self._steps:
-            # The index must never be behind the log's head.
+            # The index must never be behind the log's head, and never forget what is above it.
             if is_indexed or not indexed:
                 step()
 
