@@ -43,6 +43,12 @@ def _believed(name: str, value: Any) -> Any:
         return DEFAULTS[name]
 
 
+def of_another(recorded: Mapping[str, Any], store_id: bytes) -> bool:
+    """Whether the replica that is recorded is that of the file this one is a backup of."""
+    whose = recorded.get(REPLICA_OF, store_id)
+    return bool(recorded.get("replica")) and whose != store_id
+
+
 class FileOptions:
     """What `Engine` inherits to record options and to answer for them."""
 
@@ -87,6 +93,12 @@ class FileOptions:
             self.change_options(given, SYNC)
         self._adopted.append(options)
         self.know_options(self.known_options)
+        if of_another(self.options(), self.header.store_id) and not self.option("replica"):
+            logger.warning(
+                "%s is a backup of a queue that had a replica, and has none itself: name a new "
+                "place for it with replica=, where there is no file yet, or give replica=False",
+                self.path,
+            )
         self.consumer = self.consumer or consumer
         self._configure_replica()
 
@@ -111,7 +123,7 @@ class FileOptions:
             self.options_seen = seen
         chosen = self._adopted[-1] if self._adopted else None
         effective: dict[str, Any] = {}
-        if recorded.get(REPLICA_OF, self.header.store_id) != self.header.store_id:
+        if of_another(recorded, self.header.store_id):
             recorded = {name: value for name, value in recorded.items() if name != "replica"}
         for name in RECORDED_OPTIONS:
             if chosen is not None and name in chosen.environment:

@@ -9,12 +9,14 @@ back. Nothing here is promised to users under these names.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import _clock, _delivery, _mend, _records
+from ._file_options import of_another
 from ._message import Content, Place, to_datetime
 from ._records import NEVER
 from .errors import CorruptError
@@ -65,11 +67,35 @@ def pauses(store: Store) -> dict[tuple[str, str], tuple[float, str]]:
 
 def replica_of(store: Store) -> str | Sequence[str] | None:
     """Where the file has its replica, as it records it: a path, a command, None without one."""
+    recorded = _recorded(store)
+    if of_another(recorded, store._engine.header.store_id):
+        return None  # a backup: what it records is its original's
+    return recorded.get("replica") or None
 
-    def look(session: Session) -> str | Sequence[str] | None:
-        return session.options().get("replica") or None
+
+def lost_its_replica(store: Store) -> bool:
+    """Whether this is a backup of a file that had a replica, and was given none of its own."""
+    return of_another(_recorded(store), store._engine.header.store_id)
+
+
+def _recorded(store: Store) -> dict[str, Any]:
+    def look(session: Session) -> dict[str, Any]:
+        return session.options()
 
     return store._run(look)
+
+
+def consumers(queue: Queue) -> dict[str, int]:
+    """How many messages of the group each consumer has in hand, by name."""
+
+    def look(session: Session) -> dict[str, int]:
+        group = queue._swept(session)
+        if group is None:
+            return {}
+        names = [session.tx.owner_name(row.owner) for _, row in session.tx.leases(group.gid)]
+        return dict(sorted(collections.Counter(names).items()))
+
+    return queue._look(look)
 
 
 def results(queue: Queue, after: int, n: int) -> list[tuple[int, str, Any]]:

@@ -40,6 +40,8 @@ class Node(NamedTuple):
     """Raised by each promotion."""
     alive: bool
     """Whether a process has it open: as a queue, or as the receiver of a copy."""
+    queue: str
+    """Which queue it is of: the same of a file and its copies, another of a backup."""
 
 
 def node(path: str | os.PathLike[str]) -> Node:
@@ -50,7 +52,7 @@ def node(path: str | os.PathLike[str]) -> Node:
     header, role, _ = role_of(name)
     fd = _files.open_ro(name)
     try:
-        return Node(name, ROLE_NAMES[role], header.epoch, is_alive(fd))
+        return Node(name, ROLE_NAMES[role], header.epoch, is_alive(fd), header.store_id.hex())
     finally:
         _files.close(fd)
 
@@ -64,7 +66,8 @@ def node_behind(command: Sequence[str], timeout: float = 5.0) -> Node:
     state = ask(address, timeout)
     if not state.exists:
         raise FileNotFoundError(f"there is no file behind {describe(address)}")
-    return Node(describe(address), ROLE_NAMES[state.role], state.epoch, bool(state.alive))
+    role = ROLE_NAMES[state.role]
+    return Node(describe(address), role, state.epoch, bool(state.alive), state.store_id.hex())
 
 
 def receive(path: str | os.PathLike[str], stdin: BinaryIO, stdout: BinaryIO) -> int:
@@ -114,7 +117,7 @@ def _promote(name: str) -> int:
         write_role(fd, header, PRIMARY)
     finally:
         _files.close(fd)
-    logger.warning("%s was promoted: it is a primary now, with epoch %d", name, epoch)
+    logger.info("%s was promoted: it is a primary now, with epoch %d", name, epoch)
     return epoch
 
 

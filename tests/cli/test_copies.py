@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from tests.helpers.cli import start, until
+from tests.helpers.cli import Terminal, start, until
 
 import weclaw_embedded as weclaw
 
@@ -127,3 +127,55 @@ def test_health_says_which_file_is_in_use(file: Path, copy: Path, ctl: Any) -> N
         assert "copy, epoch 1, in use" in ctl("health", file)[1]
     assert "copy, epoch 1, not in use" in ctl("health", file)[1]
     assert ctl("health", copy)[1].count(" node ") == 1
+
+
+def test_a_backup_has_no_replica_and_says_so(
+    file: Path, copy: Path, js: Any, ctl: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The copy of the original is not its own; a new place, or replica=False, and all is well."""
+    with weclaw.Queue(file, replica=str(copy)) as q:
+        q.put(1)
+    kept = file.parent / "kept.wq"
+    assert ctl("backup", file, kept)[0] == 0
+    checks = js("health", kept)["checks"]
+    assert [one["node"] for one in checks if one["check"] == "node"] == [str(kept)]
+    (lag,) = [one for one in checks if one["check"] == "replica_lag"]
+    assert (lag["ok"], lag["warning"], lag["value"]) == (True, True, None)
+    assert "!!  replica_lag: there is no replica" in ctl("health", kept)[1]
+    caplog.clear()
+    with weclaw.Queue(kept) as q:
+        assert q.stats().replica_lag is None
+    assert "name a new place for it with replica=" in caplog.text
+    caplog.clear()
+    with weclaw.Queue(kept, replica=str(file.parent / "new.wq")) as q:
+        q.put(2)
+        assert q.stats().replica_lag == 0
+    assert not caplog.records
+    assert not any(one["warning"] for one in js("health", kept)["checks"])
+
+
+def test_the_copy_of_another_queue_is_not_called_ours(file: Path, copy: Path, js: Any) -> None:
+    with weclaw.Queue(file, replica=str(copy)) as q:
+        q.put(1)
+    other = file.parent / "other.wq"
+    with weclaw.Queue(other, replica=str(file.parent / "its own.wq")) as q:
+        q.put(1)
+    copy.write_bytes((file.parent / "its own.wq").read_bytes())
+    nodes = [one for one in js("health", file, status=1)["checks"] if one["check"] == "node"]
+    assert nodes[1]["value"] == "copy of another queue, epoch 1"
+    assert not nodes[1]["ok"]
+
+
+def test_promote_says_it_once_and_asks_only_of_a_copy(file: Path, copy: Path, ctl: Any) -> None:
+    with weclaw.Queue(file, replica=str(copy)) as q:
+        q.put(1)
+    with Terminal("promote", file) as screen:
+        assert screen.end() == 1
+        assert "is no copy but a queue" in screen.text
+        assert "[y/N]" not in screen.text
+    with Terminal("promote", copy) as screen:
+        screen.wait_for(r"\[y/N\]")
+        screen.type("n\n")
+        assert screen.end() == 1
+    status, out, err = ctl("promote", copy)
+    assert (status, len(out.splitlines()), err) == (0, 1, "")

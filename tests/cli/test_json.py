@@ -23,7 +23,7 @@ from weclaw_embedded.cli._app import app
 
 PAGE = (ROOT / "docs" / "cli.md").read_text("utf-8").partition("\n## JSON\n")[2]
 #: Values of the user's, whose keys are theirs.
-OPAQUE = {"body", "result", "headers", "labels"}
+OPAQUE = {"body", "result", "headers", "labels", "consumers"}
 
 
 def documented() -> dict[str, dict[str, bool]]:
@@ -145,7 +145,7 @@ class Scene:
             "bench": [["bench", file, "-n", 100]],
         }
         if section in ("verify", "repair"):
-            return [[section, self.damaged()]]
+            return [[section, self.damaged(), *(["--yes"] if section == "repair" else [])]]
         if section == "verify --against":
             damaged = self.damaged()
             whole = self.folder / "whole.wq"

@@ -153,7 +153,7 @@ def test_verify_says_what_becomes_of_what_is_damaged(file: Path, ctl: Any) -> No
             q.get(block=False)
     said = ctl("verify", file)[1].splitlines()[-1]
     assert said == "3 faults; what they hit is set aside, or was no longer needed; the rest flows"
-    ctl("repair", file)
+    ctl("repair", file, "--yes")
     assert ctl("verify", file)[1].startswith("good")
 
 
@@ -181,7 +181,7 @@ def test_repair_makes_verify_quiet(file: Path, js: Any, ctl: Any) -> None:
             q.put(text * 300)
     damage(file, b"b" * 300)
     (fault,) = js("verify", file, status=1)
-    found = js("repair", file)
+    found = js("repair", file, "--yes")
     assert [one["offset"] for one in found] == [fault["offset"]]
     assert 300 < found[0]["size_bytes"] < 400
     assert found[0]["after"] <= found[0]["before"]
@@ -197,7 +197,7 @@ def test_repair_says_what_is_gone(file: Path, ctl: Any) -> None:
         for text in ("a", "b", "c"):
             q.put(text * 300)
     damage(file, b"b" * 300)
-    status, out, _ = ctl("repair", file)
+    status, out, _ = ctl("repair", file, "--yes")
     assert status == 0
     assert re.search(r"\d+ +34\d +\d{4}-\d\d-\d\d [\d:]+ and [\d:]+ +the checksum is wrong", out)
     assert re.search(r"1 place set aside: the messages in 34\d bytes are gone; all others", out)
@@ -212,16 +212,16 @@ def test_repair_says_what_came_back(file: Path, js: Any, ctl: Any) -> None:
             q.put(text * 300)
     damage(copy, b"d" * 300)
     damage(file, b"b" * 300)
-    (found,) = js("repair", file)
+    (found,) = js("repair", file, "--yes")
     assert (found["healed"], found["size_bytes"]) == (True, 0)
     damage(file, b"b" * 300)
-    status, out, _ = ctl("repair", file)
+    status, out, _ = ctl("repair", file, "--yes")
     assert status == 0
     assert "1 place healed from the replica: nothing is gone" in out
     assert "set aside" not in out
     damage(file, b"b" * 300)
     damage(file, b"d" * 300)
-    sizes = {one["healed"]: one["size_bytes"] for one in js("repair", file)}
+    sizes = {one["healed"]: one["size_bytes"] for one in js("repair", file, "--yes")}
     assert sizes[True] == 0
     assert sizes[False] > 300
     assert js("verify", file) == []
@@ -255,13 +255,30 @@ def test_what_takes_long_tells_how_far_it_is(
                 tx.ack(msg)
     damage(file, b"00050" * 2000)
     monkeypatch.setattr("weclaw_embedded._asking._REPLAY_TOLD_BYTES", 20_000)
-    words = {"backup": [file.parent / "out.wq"], "replay": ["--offset", "earliest"]}
+    out = file.parent / "out.wq"
+    words = {"backup": [out], "replay": ["--offset", "earliest"], "repair": ["--yes"]}
     assert ctl(verb, file, *words.get(verb, []))[0] == (verb == "verify")
     mine = [(done, total) for label, done, total in seen if label == verb]
     assert len(mine) > 5
     assert all(0 <= done <= total for done, total in mine)
     assert mine[0][0] / mine[0][1] < 0.3
     assert max(done / total for done, total in mine) > 0.8
+
+
+def test_repair_does_nothing_unasked(file: Path, js: Any, ctl: Any) -> None:
+    """Where nobody can be asked, a script that means it says --yes."""
+    with weclaw.Queue(file) as q:
+        q.put_many(["a" * 300])
+        q.put("b" * 300)
+    damage(file, b"b" * 300)
+    before = file.read_bytes()
+    status, out, err = ctl("repair", file)
+    assert (status, out) == (1, "")
+    assert "Nothing was done; add --yes" in err
+    assert ctl("repair", file, "--json")[0] == 1
+    assert file.read_bytes() == before
+    assert len(js("repair", file, "--yes")) == 1
+    assert ctl("repair", file)[0] == 0
 
 
 def test_repair_asks_on_a_terminal(file: Path, js: Any) -> None:

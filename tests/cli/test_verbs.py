@@ -611,3 +611,19 @@ def test_ctrl_c_while_python_imports_is_no_traceback(tmp_path: Path) -> None:
         )
         assert done.returncode == -signal.SIGINT, (module, done.stderr)
         assert (done.stdout, done.stderr) == ("", ""), module
+
+
+def test_stats_and_top_say_who_has_what_in_hand(file: Path, js: Any, ctl: Any) -> None:
+    """By the name that was given as `consumer`."""
+    with weclaw.Queue(file, consumer="mailer-7") as q:
+        q.put_many([1, 2, 3])
+        held = q.get_many(2)
+        found = js("stats", file)
+        assert found["consumers"] == found["groups"][0]["consumers"] == {"mailer-7": 2}
+        assert "in hand: mailer-7 2" in ctl("stats", file)[1]
+        assert js("top", file, "--interval", "0.1")["groups"][0]["consumers"] == {"mailer-7": 2}
+        assert "default/default in hand: mailer-7 2" in ctl("top", file, "--interval", "0.1")[1]
+        for msg in held:
+            msg.ack()
+        assert js("stats", file)["consumers"] == {}
+        assert "in hand:" not in ctl("stats", file)[1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ __all__ = [
     "console",
     "count",
     "excerpt",
+    "holders",
     "middle",
     "paused",
     "plain",
@@ -85,6 +86,13 @@ def count(number: int, noun: str) -> str:
 def paused(left_s: float | None, reason: str | None) -> str:
     """As in `paused for 29 m more: provider is down`."""
     return f"paused for {age(left_s)} more" + (f": {reason}" if reason else "")
+
+
+def holders(found: Mapping[str, int]) -> str:
+    """Who has how many in hand, the first ten by number: `worker-2 12, host:4711 1`."""
+    ranked = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+    shown = ", ".join(f"{plain(name) or '-'} {number}" for name, number in ranked[:10])
+    return shown + (f" and {len(ranked) - 10} more" if len(ranked) > 10 else "")
 
 
 def age(seconds: float | None) -> str:

@@ -39,7 +39,8 @@ def promote(file: str, yes: bool, as_json: bool) -> None:
     Do it when the other one is lost or stopped: from now on it is refused as the older one.
     """
     common.must_exist(file)
-    if not yes and sys.stdin.isatty():
+    # It destroys nothing: a program is not asked, nor anybody about what will be refused.
+    if not yes and common.asks() and _may_be_promoted(file):
         common.ask(
             f"Make {common.plain(file)} the one that counts, and refuse the file it copies?",
             yes=False,
@@ -53,6 +54,13 @@ def promote(file: str, yes: bool, as_json: bool) -> None:
         common.print_json({"path": file, "epoch": epoch})
     else:
         click.echo(f"{common.plain(file)} is a queue of its own now; open it in place of the other")
+
+
+def _may_be_promoted(file: str) -> bool:
+    try:
+        return copies.node(file).role != "primary"
+    except (weclaw.WeclawError, OSError):
+        return False  # promote meets the same, and says what it is
 
 
 COMMANDS = [replica, promote]

@@ -93,14 +93,16 @@ def _looks(
     first = True
     while True:
         now = time.monotonic()
-        found = {
-            place: common.queue_of(store, place.topic, place.group).stats()
+        queues = {
+            place: common.queue_of(store, place.topic, place.group)
             for place in common.places(store, topic, group)
         }
+        found = {place: queue.stats() for place, queue in queues.items()}
+        holders = {place: _survey.consumers(queue) for place, queue in queues.items()}
         puts = _survey.puts(store)
         came = {topic: number - puts_before.get(topic, 0) for topic, number in puts.items()}
         if not first:
-            yield _look(found, before, came, now - at)
+            yield _look(found, before, came, holders, now - at)
         before = {(place.topic, place.group): stats for place, stats in found.items()}
         puts_before = puts
         at = now
@@ -112,6 +114,7 @@ def _look(
     found: dict[common.Place, weclaw.Stats],
     before: dict[tuple[str, str], weclaw.Stats],
     came: dict[str, int],
+    holders: dict[common.Place, dict[str, int]],
     seconds: float,
 ) -> dict[str, Any]:
     groups = []
@@ -127,6 +130,7 @@ def _look(
                 "paused": place.paused,
                 "pause_left_s": place.pause_left_s,
                 "pause_reason": place.pause_reason,
+                "consumers": holders.get(place, {}),
             }
         )
     last = next(iter(found.values()))
@@ -139,6 +143,8 @@ def _look(
 
 # Lines that may say who is paused.
 _PAUSES = 3
+# Lines that may say who has what in hand.
+_HOLDING = 3
 _COUNTS = ("ready", "delayed", "leased", "dead", "settled", "oldest_age_s", "retries")
 _OF_THE_FILE = ("replica_lag", "file_bytes", "reclaimable_bytes", "damaged")
 
@@ -161,7 +167,12 @@ def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
         if one["paused"]
     ][:_PAUSES]
     # The busiest first, where there is no room for all.
-    room = max(3, height - 6 - len(pauses))
+    holding = [
+        f"{one['topic']}/{one['group']} in hand: {common.holders(one['consumers'])}"
+        for one in groups
+        if one["consumers"]
+    ][:_HOLDING]
+    room = max(3, height - 6 - len(pauses) - len(holding))
     shown = groups
     if len(groups) > room:
         shown = sorted(groups, key=lambda one: one["ready"] + one["leased"], reverse=True)[:room]
@@ -189,6 +200,10 @@ def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
         parts.append(Text(f"and {len(groups) - len(shown)} more; choose with --topic, --group"))
     for line in pauses:
         text = Text(common.plain(line), style="yellow")
+        text.truncate(width, overflow="ellipsis")
+        parts.append(text)
+    for line in holding:
+        text = Text(common.plain(line))
         text.truncate(width, overflow="ellipsis")
         parts.append(text)
     return Group(*parts)

@@ -39,7 +39,8 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
             group if as_json or common.told("group") else None,
             may_begin=True,
         )
-        mine = common.queue_of(store, topic, group).stats()
+        queue = common.queue_of(store, topic, group)
+        mine, holders = queue.stats(), _survey.consumers(queue)
         groups = [_counted(store, one) for one in common.places(store, None, None)]
         chosen = common.places(
             store,
@@ -48,7 +49,8 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
         )
         shown = [(one, _counted(store, one)) for one in chosen]
     if as_json:
-        common.print_json({"topic": topic, "group": group, **mine._asdict(), "groups": groups})
+        found = {"topic": topic, "group": group, **mine._asdict(), "consumers": holders}
+        common.print_json({**found, "groups": groups})
         return
     fields = ("ready", "delayed", "leased", "dead", "settled")
     common.print_table(
@@ -69,6 +71,8 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
             click.echo(f"{place} is {common.plain(one.pause)}\n'weclawctl resume' ends it")
         elif _stands_still(found):
             click.echo(f"{place} stands still: {found['ready']} ready, none in hand")
+        if found["consumers"]:
+            click.echo(f"{place}, in hand: {common.holders(found['consumers'])}")
     role = replica.node(file).role
     if role != "primary":
         told = {"copy": "a replica's copy", "fenced": "fenced: its copy was promoted over it"}
@@ -86,8 +90,9 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
 
 
 def _counted(store: weclaw.Store, place: common.Place) -> dict[str, Any]:
-    stats = common.queue_of(store, place.topic, place.group).stats()
-    return {**stats._asdict(), **place._asdict()}
+    queue = common.queue_of(store, place.topic, place.group)
+    stats, holders = queue.stats(), _survey.consumers(queue)
+    return {**stats._asdict(), **place._asdict(), "consumers": holders}
 
 
 def _stands_still(found: Mapping[str, Any]) -> bool:
@@ -128,6 +133,7 @@ def health(
         with common.looking(file, readonly=readonly) as store:
             wrong = common.missing(store, topic, group)
             other = _survey.replica_of(store)
+            unprotected = other is None and _survey.lost_its_replica(store)
             if wrong is None:
                 counts = [
                     (place, common.queue_of(store, place.topic, place.group).stats())
@@ -142,7 +148,7 @@ def health(
         if wrong is not None:
             checks.add("named", wrong, bad=True)
         checks.nodes(file, other)
-        checks.file(first, max_lag)
+        checks.file(first, max_lag, unprotected=unprotected)
     for place, found in counts:
         checks.group(place, found, max_backlog, max_age, max_dead)
 
@@ -186,21 +192,23 @@ class _Checks:
             name = other if isinstance(other, str) else " ".join(other)
             self.add("node", f"no copy there: {common.in_one_line(error)}", bad=True, node=name)
         else:
-            self._node(copy, bad=copy.role != "copy")
+            mine = copy.queue == me.queue
+            self._node(copy, bad=copy.role != "copy" or not mine, mine=mine)
 
-    def _node(self, found: replica.Node, *, bad: bool) -> None:
-        value = f"{found.role}, epoch {found.epoch}"
+    def _node(self, found: replica.Node, *, bad: bool, mine: bool = True) -> None:
+        whose = "" if mine else " of another queue"
+        value = f"{found.role}{whose}, epoch {found.epoch}"
         more: dict[str, Any] = {"role": found.role, "epoch": found.epoch, "alive": found.alive}
         self.add("node", value, bad=bad, node=found.path, **more)
 
-    def file(self, found: weclaw.Stats, max_lag: int | None) -> None:
-        """What is of the file as a whole."""
+    def file(self, found: weclaw.Stats, max_lag: int | None, *, unprotected: bool) -> None:
+        """What is of the file as a whole; `unprotected`: its original had a replica."""
         self.add("damaged", found.damaged, 0, bad=found.damaged > 0)
         # Who gives a limit wants a replica: that there is none is the worst lag of all.
         lag = found.replica_lag
-        if lag is not None or max_lag is not None:
+        if lag is not None or max_lag is not None or unprotected:
             late = max_lag is not None and (lag is None or lag > max_lag)
-            self.add("replica_lag", lag, max_lag, bad=late)
+            self.add("replica_lag", lag, max_lag, bad=late, warn=lag is None and not late)
 
     def group(
         self,

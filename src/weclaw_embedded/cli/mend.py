@@ -119,10 +119,9 @@ def repair(file: str, yes: bool, as_json: bool) -> None:
     with common.opened(file) as store:
         with common.progress_bar("verify", None, percent=True) as update:
             faults = _survey.verify(store, update)
-        # What is overwritten could not be read before: only a person is asked.
-        if faults and not yes and common.asks() and not as_json:
+        if faults:
             places = common.count(len(faults), "place")
-            common.ask(f"Overwrite {places} that can't be read, for good?", yes=False)
+            common.ask(f"Overwrite {places} that can't be read, for good?", yes=yes)
         found: list[_survey.Gone] = []
         if faults:
             with common.progress_bar("repair", None, percent=True) as update:
