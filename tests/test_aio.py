@@ -16,6 +16,21 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
+def names(kind):
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_a_class_has_no_names_but_those_a_user_is_told_of():
+    """The stand-ins have what the queues of Python 3.13 have, and `close`; `AsyncQueue` has what
+    `Queue` has.
+    """
+    both = {"put", "get", "put_nowait", "get_nowait", "qsize", "empty", "full", "maxsize", "join"}
+    both |= {"task_done", "shutdown", "unfinished_tasks", "close"}
+    assert names(aio.Queue) == names(aio.LifoQueue) == both
+    assert names(threads.Queue) == names(threads.PriorityQueue) == both | {"is_shutdown"}
+    assert names(weclaw.AsyncQueue) - {"maxsize"} == names(weclaw.Queue)
+
+
 async def _work(q, n):
     got = []
     for _ in range(n):

@@ -47,6 +47,32 @@ T = TypeVar("T")
 _MANY: Final = 200
 
 
+class _Source:
+    """A queue as the I/O threads take from it: see `_io_calls.Source`."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._paused = ""  # at the last look
+
+    def ended(self) -> BaseException | None:
+        return closed_error(self._queue._store.path) if self._queue._closed else None
+
+    def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
+        taken = _taking.take(session, self._queue._address, n, visibility_s, waiter)
+        self._paused = taken.paused
+        return taken
+
+    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
+        messages = self._queue._messages_of(engine, leases, AsyncMessage)
+        return [(message._held(), message) for message in messages]
+
+    def tell_dead(self, offsets: list[int]) -> None:
+        self._queue._remember_dead(offsets)
+
+    def nothing(self) -> Empty:
+        return _taking.nothing_ready(self._queue._address, self._paused)
+
+
 class _TimeIsOver(Exception):
     """A join that waited long enough."""
 
@@ -100,6 +126,7 @@ class AsyncQueue:
 
     def _bind(self, queue: Queue) -> None:
         self._queue = queue
+        self._source = _Source(queue)
         self.topic = queue.topic
         self.group = queue.group
         self.dlq = AsyncDeadLetterQueue(queue.dlq)
@@ -231,12 +258,9 @@ class AsyncQueue:
         if queue._store.readonly:
             await in_pool(queue._take, n, block, timeout, visibility_timeout)
         io = io_of(engine)
-        call = TakeCall(io.loop(), self, min(n, 0xFFFF), visibility_s, until_s, self._nothing)
+        call = TakeCall(io.loop(), self._source, min(n, 0xFFFF), visibility_s, until_s)
         taken: list[AsyncMessage] = await io.wait(call)
         return taken
-
-    def _nothing(self) -> Empty:
-        return Empty(f"topic {self.topic!r} had nothing ready for {self.group!r} in time")
 
     def __aiter__(self) -> AsyncIterator[AsyncMessage]:
         """The next message, and the next, waiting for each, until the queue is closed."""
@@ -247,25 +271,6 @@ class AsyncQueue:
             return await self.get()
         except ClosedError:
             raise StopAsyncIteration from None
-
-    # What `_io` asks of whoever takes.
-
-    def ended(self) -> BaseException | None:
-        """For the I/O thread."""
-        return closed_error(self._queue._store.path) if self._queue._closed else None
-
-    def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
-        """For the I/O thread."""
-        return _taking.take(session, self._queue._address, n, visibility_s, waiter)
-
-    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
-        """For the I/O thread."""
-        messages = self._queue._messages_of(engine, leases, AsyncMessage)
-        return [(message._held(), message) for message in messages]
-
-    def tell_dead(self, offsets: list[int]) -> None:
-        """For the I/O thread."""
-        self._queue._remember_dead(offsets)
 
     # -- transaction -------------------------------------------------------------------------------
 
@@ -300,7 +305,7 @@ class AsyncQueue:
         dead: list[int] = []
         found = _queries.outcome(session, self._queue._address, id, dead, waiter)
         if dead:
-            self.tell_dead(dead)
+            self._queue._remember_dead(dead)
         if found.state not in ("done", "dead", "unknown"):
             if waiter is None:
                 raise Empty(f"message {id} is not settled yet (it is {found.state})")

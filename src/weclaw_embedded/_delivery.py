@@ -142,6 +142,7 @@ class Taken:
     """What a take found, or when it is worth looking again."""
 
     look_again_us: int | None = None  # queue time
+    paused = ""  # until when, and why, if that is why nothing was found
 
     def __init__(self, leases: list[Lease], dead: list[int]) -> None:
         self.leases = leases

@@ -31,13 +31,14 @@ from typing import Any, Final
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Encoded, Lease, Taken
 from ._engine import Engine
+from ._io_calls import closed_error
 from ._message import Message
 from ._options import queue_options
 from ._order import Entry, Newest, Order
 from ._session import Session
 from ._store import open as open_store
 from ._wake import Waiter
-from .errors import LeaseLostError, SerializationError, ShutDown
+from .errors import Empty, LeaseLostError, SerializationError, ShutDown
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -102,6 +103,7 @@ class Core:
         self.out: dict[Item, None] = {}
         self.owned: weakref.WeakKeyDictionary[Any, deque[Item]] = weakref.WeakKeyDictionary()
         self.lock = threading.Lock()
+        self.paused = ""  # at the last look
         self.order: Order | None = None
         if kind == PRIORITY:
             self.order = Order(Entry, self._item_of)
@@ -172,7 +174,9 @@ class Core:
         if self.immediate:
             return Taken([], [])
         choose = None if self.order is None else self.order.choose
-        return _taking.take(session, self.queue._address, n, None, waiter, choose)
+        taken = _taking.take(session, self.queue._address, n, None, waiter, choose)
+        self.paused = taken.paused
+        return taken
 
     def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
         """The items, with their leases. One that can't be decoded goes to the dead letters."""
@@ -194,6 +198,18 @@ class Core:
 
     def tell_dead(self, offsets: list[int]) -> None:
         self.queue._remember_dead(offsets)
+
+    def ended(self) -> BaseException | None:
+        """What whoever still waits is told when nothing more will come; None: it may come."""
+        if self.is_shutdown:
+            return shut_down()
+        return closed_error(self.store.path) if self.closed else None
+
+    def nothing(self) -> Empty:
+        """What who takes is told when there was nothing in time."""
+        if self.paused:
+            return _taking.nothing_ready(self.queue._address, self.paused)
+        return Empty(f"nothing waits in {self.store.path}")
 
     # -- counting, under the write lock ------------------------------------------------------------
 

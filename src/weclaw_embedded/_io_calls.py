@@ -46,7 +46,7 @@ def pending_until(session: Session, look_again_us: int | None) -> Pending:
 
 
 class Source(Protocol):
-    """Where takes come from: what an `AsyncQueue` or a drop-in is to this module."""
+    """Where takes come from: what stands for an `AsyncQueue` or a drop-in here."""
 
     def ended(self) -> BaseException | None:
         """What whoever still waits is told when nothing more will come; None: it may come."""
@@ -62,6 +62,10 @@ class Source(Protocol):
 
     def tell_dead(self, offsets: list[int]) -> None:
         """These became dead letters while looking."""
+        ...
+
+    def nothing(self) -> BaseException:
+        """What a caller is told who got nothing in time."""
         ...
 
 
@@ -268,13 +272,11 @@ class TakeCall(Call):
         n: int,
         visibility_s: float | None,
         until_s: float | None,
-        empty: Callable[[], BaseException],
     ) -> None:
         super().__init__(loop, until_s)
         self.source = source
         self.n = n
         self.visibility_s = visibility_s
-        self.empty = empty
 
 
 class SyncCall(Call):

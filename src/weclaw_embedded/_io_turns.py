@@ -341,7 +341,7 @@ class Turns:
                     self._sync_until = max(self._sync_until, tail)
                 continue
             call.over = True
-            call.error = call.empty() if ended is None else copy_of(ended)
+            call.error = takes.source.nothing() if ended is None else copy_of(ended)
             turn.answers.append(call)
             self._engine.settle_left()
         for call in calls:
@@ -420,7 +420,7 @@ class Turns:
                 continue
             call.over = True
             if isinstance(call, TakeCall):
-                call.error = call.empty()
+                call.error = call.source.nothing()
             elif isinstance(call, Op) and call.late is not None:
                 call.error = call.late()
             else:

@@ -9,6 +9,7 @@ so that folding the log never has to decide anything again.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -29,7 +30,7 @@ from ._segments import SPARES
 from ._session import Session
 from ._shared import DEAD_SEQ, OWNERS_HIGH, READY, WAITERS, mask_of
 from ._wake import Waiter
-from .errors import DiskFullError
+from .errors import DiskFullError, Empty
 
 LAPSE_REASON: Final = "lease ran out"
 DEATH_REASON: Final = "consumer died"
@@ -93,7 +94,26 @@ def take(
         page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
     taken = Taken([], dead)
     taken.look_again_us = look_again_us
+    if group.paused_until_us > now_us:
+        taken.paused = _pause_of(group, now_us)
     return taken
+
+
+def _pause_of(group: GroupState, now_us: int) -> str:
+    """In words: until when, and why."""
+    end_s = (_clock.wall_us() + group.paused_until_us - now_us) / 1e6
+    until = time.strftime("until %Y-%m-%d %H:%M:%S UTC", time.gmtime(end_s))
+    return f"{until} ({group.pause_reason})" if group.pause_reason else until
+
+
+def nothing_ready(address: Address, paused: str) -> Empty:
+    """What who takes is told when there was nothing in time. `paused` is of the last look."""
+    of = f"topic {address.topic!r}"
+    if paused:
+        return Empty(
+            f"{of} is paused for {address.group!r} {paused}; nothing was taken; wait, or resume()"
+        )
+    return Empty(f"{of} has nothing ready for {address.group!r}")
 
 
 def _endable(session: Session, picks: Picks) -> Picks:

@@ -24,9 +24,8 @@ from ._async import write_now
 from ._async_queue import AsyncQueue
 from ._delivery import Encoded, Lease, Taken
 from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
-from ._engine import Engine
 from ._io import io_of
-from ._io_calls import PENDING, Call, Op, PutCall, TakeCall, closed_error
+from ._io_calls import PENDING, Call, Op, PutCall, TakeCall
 from ._putting import NoBytes, NoRoom
 from ._session import BATCH, OS, SYNC, Job, Session
 from ._wake import Waiter
@@ -219,7 +218,7 @@ class Queue(_Generic[T]):
             if core.immediate:
                 raise _dropin.shut_down()
             io = io_of(core.writable)
-            call = TakeCall(io.loop(), self, 1, None, None, self._nothing)
+            call = TakeCall(io.loop(), core, 1, None, None)
             self._getters.add(call)
             try:
                 [(lease, body)] = await io.wait(call)
@@ -255,35 +254,11 @@ class Queue(_Generic[T]):
             # A put that is not synced yet may be before what was put without waiting.
             if waiting and engine.settle_promises():
                 continue
-            raise _dropin.shut_down() if core.is_shutdown else self._nothing()
+            raise _dropin.shut_down() if core.is_shutdown else core.nothing()
 
     def _look_now(self, session: Session) -> tuple[Taken, int]:
         taken = self._core.look(session, 1, None, None)
         return taken, 0 if taken.leases else self._core.waiting(session)
-
-    def _nothing(self) -> Empty:
-        return Empty(f"nothing waits in {self._core.store.path}")
-
-    # What `_io` asks of whoever takes.
-
-    def ended(self) -> BaseException | None:
-        """For the I/O thread."""
-        core = self._core
-        if core.is_shutdown:
-            return _dropin.shut_down()
-        return closed_error(core.store.path) if core.closed else None
-
-    def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
-        """For the I/O thread."""
-        return self._core.look(session, n, visibility_s, waiter)
-
-    def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
-        """For the I/O thread."""
-        return self._core.made(engine, leases)
-
-    def tell_dead(self, offsets: list[int]) -> None:
-        """For the I/O thread."""
-        self._core.tell_dead(offsets)
 
     # -- done ------------------------------------------------------------------------------------
 

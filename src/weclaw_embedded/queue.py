@@ -40,7 +40,6 @@ from .dlq import DeadLetterQueue
 from .errors import (
     ClosedError,
     CorruptError,
-    Empty,
     Full,
     SerializationError,
 )
@@ -465,7 +464,7 @@ class Queue(Asking):
                 waiter = Waiter(READY_BYTE) if in_time else None
             else:
                 engine.settle_left()
-                raise Empty(f"topic {self.topic!r} has nothing ready for {self.group!r}")
+                raise _taking.nothing_ready(self._address, taken.paused)
 
     def _visibility(self, given: float | Unset | None) -> float | None:
         if given is UNSET:

@@ -178,7 +178,7 @@ class Queue(_Generic[T]):
                     engine.stop_waiting()
                 if engine.execute(core.waiting) and engine.settle_promises():
                     continue  # it only waited for a sync
-                raise _dropin.shut_down() if core.is_shutdown else self._nothing()
+                raise _dropin.shut_down() if core.is_shutdown else core.nothing()
             self._sleep(waiter, core.queue._wake_at(engine, taken.look_again_us, until_s))
 
     def _made(self, engine: Engine, leases: list[Lease]) -> list[T]:
@@ -198,9 +198,6 @@ class Queue(_Generic[T]):
     def get_nowait(self) -> T:
         """`get` that raises `Empty` instead of waiting."""
         return self.get(block=False)
-
-    def _nothing(self) -> errors.Empty:
-        return Empty(f"nothing waits in {self._core.store.path}")
 
     # -- done ------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import queue
+import re
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _clock, _waiting
+from weclaw_embedded import _clock, _waiting, aio, threads
 
 UTC = datetime.timezone.utc
 
@@ -556,6 +557,52 @@ def test_pause_is_seen_by_all_and_kept(path, open_queue):
     open_queue().resume()
     waiter.join()
     assert got == ["x"]
+
+
+async def ask_over_asyncio(path):
+    """What three ways of taking from `asyncio` say when they get nothing."""
+    told = []
+    async with weclaw.AsyncQueue(path) as q:
+        for how in ({"block": False}, {"timeout": 0.05}):
+            with pytest.raises(weclaw.Empty) as empty:
+                await q.get(**how)
+            told.append(str(empty.value))
+    plain = aio.Queue(path=path)
+    with pytest.raises(weclaw.Empty) as empty:
+        plain.get_nowait()
+    plain.close()
+    return [*told, str(empty.value)]
+
+
+@pytest.mark.parametrize("reason", [None, "provider is down"])
+def test_who_gets_nothing_from_a_paused_queue_is_told_until_when_and_why(path, reason):
+    """Empty names the pause, and no other get does once it is over."""
+    with weclaw.Queue(path) as q:
+        q.put("x")
+        q.pause(3600, reason=reason)
+        told = asyncio.run(ask_over_asyncio(path))
+        for how in ({"block": False}, {"timeout": 0.05}):
+            with pytest.raises(weclaw.Empty) as empty:
+                q.get(**how)
+            told.append(str(empty.value))
+        plain = threads.Queue(path=path)
+        with pytest.raises(weclaw.Empty) as empty:
+            plain.get(timeout=0.05)
+        plain.close()
+        for said in [*told, str(empty.value)]:
+            until = re.search(r"is paused for 'default' until ([-0-9]+ [:0-9]+) UTC", said)
+            assert until, said
+            left = datetime.datetime.fromisoformat(f"{until[1]}+00:00") - datetime.datetime.now(UTC)
+            assert 3000 < left.total_seconds() <= 3600
+            assert ("(provider is down)" in said) == (reason is not None)
+        q.resume()
+        q.get(block=False).ack()
+        told = asyncio.run(ask_over_asyncio(path))
+        with pytest.raises(weclaw.Empty) as empty:
+            q.get(timeout=0.05)
+        for said in [*told, str(empty.value)]:
+            assert "nothing" in said
+            assert "paused" not in said
 
 
 def test_a_pause_ends_by_itself(q):
