@@ -15,11 +15,11 @@ from . import _settling
 from ._engine import Engine
 from ._io import Written, io_of
 from ._io_calls import Op
-from ._message import Message, Transaction, describe
+from ._message import Message, Transaction
 from ._pool import in_pool
 from ._session import BATCH, Job
 from .dlq import DeadLetter, DeadLetterQueue
-from .errors import ClosedError, LeaseLostError
+from .errors import ClosedError
 
 if TYPE_CHECKING:
     import os
@@ -107,15 +107,8 @@ class AsyncMessage(Message):
             return
         if error is None:
             await self.ack()
-            return
-        try:
-            if isinstance(error, Exception):
-                self.nack(reason=describe(error))
-            else:
-                self.release()
-        except (LeaseLostError, ClosedError):
-            # The error that ended the block is the one to be seen; the message comes back anyway.
-            return
+        else:
+            self._ended_by(error)
 
 
 def write_now(

@@ -26,7 +26,8 @@ import weakref
 from collections import deque
 from collections.abc import Hashable
 from contextvars import ContextVar
-from typing import Any, Final
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Encoded, Lease, Taken
@@ -41,6 +42,8 @@ from ._wake import Waiter
 from .errors import Empty, LeaseLostError, SerializationError, ShutDown
 
 logger = logging.getLogger("weclaw_embedded")
+
+T = TypeVar("T")
 
 FIFO: Final = "fifo"
 PRIORITY: Final = "priority"
@@ -325,6 +328,62 @@ class Core:
         if not self.closed:
             self.closed = True
             self.store.close()
+
+
+if TYPE_CHECKING:
+
+    class _Generic(Generic[T]):
+        pass
+
+else:
+
+    class _Generic:
+        __class_getitem__ = classmethod(GenericAlias)
+
+
+class StandIn(_Generic[T]):
+    """What a user sees alike of the queues of `aio` and of `threads`."""
+
+    _kind = FIFO
+    _core: Core
+    _joiners: set[Any]  # who waits in `join`
+
+    @property
+    def maxsize(self) -> float:
+        """How many items may wait."""
+        return self._core.maxsize
+
+    @property
+    def unfinished_tasks(self) -> int:
+        """How many items were put and not yet settled by `task_done`."""
+        return self._core.engine.execute(self._core.unfinished)
+
+    def qsize(self) -> int:
+        """How many items wait."""
+        return self._core.engine.execute(self._core.waiting)
+
+    def empty(self) -> bool:
+        """True when none waits."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """True when `maxsize` items wait; never without one."""
+        limit = self._core.limit
+        return 0 < limit <= self.qsize()
+
+    def _done(self, session: Session, leases: list[Lease] | None) -> int:
+        """Settle what a `task_done` has found, or count it; how many are left for who joins."""
+        core = self._core
+        if leases is None:
+            if core.unfinished(session) <= 0:
+                raise ValueError("task_done() called too many times")
+            leases = core.count()
+        core.settle(session, leases)
+        return core.unfinished(session) if self._joiners else -1
+
+    def close(self) -> None:
+        """Give the file back now; items that were got and not settled are there for the next."""
+        self._core.close()
 
 
 def shut_down() -> ShutDown:

@@ -353,7 +353,11 @@ class Message(Told):
             return
         if error is None:
             self.ack()
-            return
+        else:
+            self._ended_by(error)
+
+    def _ended_by(self, error: BaseException) -> None:
+        """An exception has ended the `with`."""
         try:
             if isinstance(error, Exception):
                 self.nack(reason=describe(error))

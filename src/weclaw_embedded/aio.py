@@ -16,14 +16,13 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Coroutine
-from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from . import _dropin, _queries
 from ._async import write_now
 from ._async_queue import AsyncQueue
-from ._delivery import Encoded, Lease, Taken
-from ._dropin import FIFO, LIFO, PRIORITY, Core, Item
+from ._delivery import Encoded, Taken
+from ._dropin import LIFO, PRIORITY, Core, Item, StandIn
 from ._io import io_of
 from ._io_calls import PENDING, Call, Op, PutCall, TakeCall
 from ._putting import NoBytes, NoRoom
@@ -47,18 +46,8 @@ QueueShutDown = ShutDown
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
 
-    class _Generic(Generic[T]):
-        pass
-
-else:
-
-    class _Generic:
-        __class_getitem__ = classmethod(GenericAlias)
-
-
-class Queue(_Generic[T]):
+class Queue(StandIn[T]):
     """`asyncio.Queue`, kept in a file. Its methods mean what they mean there, in Python 3.13.
 
     `await put()` is durable on return. `put_nowait()` returns when the item is written, so that
@@ -79,8 +68,6 @@ class Queue(_Generic[T]):
         **options: Those of `weclaw_embedded.Queue`, without `visibility_timeout`.
     """
 
-    _kind = FIFO
-
     def __init__(self, maxsize: float = 0, *, path: str | os.PathLike[str], **options: Any) -> None:
         self._core = Core(self._kind, maxsize, path, options)
         self._getters: set[Call] = set()
@@ -97,31 +84,6 @@ class Queue(_Generic[T]):
         core = self._core
         told = f"maxsize={core.maxsize!r} path={core.store.path!r}"
         return f"{told} shutdown" if core.is_shutdown else told
-
-    # -- looking -------------------------------------------------------------------------------
-
-    @property
-    def maxsize(self) -> float:
-        """How many items may wait."""
-        return self._core.maxsize
-
-    @property
-    def unfinished_tasks(self) -> int:
-        """How many items were put and not yet settled by `task_done`."""
-        return self._core.engine.execute(self._core.unfinished)
-
-    def qsize(self) -> int:
-        """How many items wait."""
-        return self._core.engine.execute(self._core.waiting)
-
-    def empty(self) -> bool:
-        """True when none waits."""
-        return self.qsize() == 0
-
-    def full(self) -> bool:
-        """True when `maxsize` items wait; never without one."""
-        limit = self._core.limit
-        return 0 < limit <= self.qsize()
 
     # -- put -------------------------------------------------------------------------------------
 
@@ -273,15 +235,6 @@ class Queue(_Generic[T]):
         if left == 0:
             self._finish_joins()
 
-    def _done(self, session: Session, leases: list[Lease] | None) -> int:
-        core = self._core
-        if leases is None:
-            if core.unfinished(session) <= 0:
-                raise ValueError("task_done() called too many times")
-            leases = core.count()
-        core.settle(session, leases)
-        return core.unfinished(session) if self._joiners else -1
-
     async def join(self) -> None:
         """Wait until nothing is unfinished."""
         core = self._core
@@ -324,10 +277,6 @@ class Queue(_Generic[T]):
         # Under the lock, so that none of these is put any more.
         late = [call for call, state in list(self._putters.items()) if not state]
         return core.waiting(session), core.unfinished(session), late
-
-    def close(self) -> None:
-        """Give the file back now; items that were got and not settled are there for the next."""
-        self._core.close()
 
 
 class PriorityQueue(Queue[T]):

@@ -13,12 +13,11 @@ import contextlib
 import os
 import threading
 import time
-from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from . import _dropin, _settling, errors
 from ._delivery import Lease, Taken, new_waiter
-from ._dropin import FIFO, LIFO, PRIORITY, Core
+from ._dropin import LIFO, PRIORITY, Core, StandIn
 from ._engine import Engine
 from ._handle import deadline_of
 from ._putting import NoRoom
@@ -35,18 +34,8 @@ ShutDown = errors.ShutDown
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
 
-    class _Generic(Generic[T]):
-        pass
-
-else:
-
-    class _Generic:
-        __class_getitem__ = classmethod(GenericAlias)
-
-
-class Queue(_Generic[T]):
+class Queue(StandIn[T]):
     """`queue.Queue`, kept in a file. Its methods mean what they mean there, in Python 3.13.
 
     `put` is durable on return. An item that was got is held until `task_done()` settles it or the
@@ -64,8 +53,6 @@ class Queue(_Generic[T]):
         path: The file.
         **options: Those of `weclaw_embedded.Queue`, without `visibility_timeout`.
     """
-
-    _kind = FIFO
 
     def __init__(self, maxsize: float = 0, *, path: str | os.PathLike[str], **options: Any) -> None:
         self._core = Core(self._kind, maxsize, path, options)
@@ -91,24 +78,6 @@ class Queue(_Generic[T]):
     def is_shutdown(self) -> bool:
         """Whether `shutdown` was called."""
         return self._core.is_shutdown
-
-    @property
-    def unfinished_tasks(self) -> int:
-        """How many items were put and not yet settled by `task_done`."""
-        return self._core.engine.execute(self._core.unfinished)
-
-    def qsize(self) -> int:
-        """How many items wait."""
-        return self._core.engine.execute(self._core.waiting)
-
-    def empty(self) -> bool:
-        """True when none waits."""
-        return self.qsize() == 0
-
-    def full(self) -> bool:
-        """True when `maxsize` items wait; never without one."""
-        limit = self._core.limit
-        return 0 < limit <= self.qsize()
 
     # -- put -------------------------------------------------------------------------------------
 
@@ -211,15 +180,6 @@ class Queue(_Generic[T]):
         if core.engine.execute(self._done, leases) == 0:
             self._finish_joins()
 
-    def _done(self, session: Session, leases: list[Lease] | None) -> int:
-        core = self._core
-        if leases is None:
-            if core.unfinished(session) <= 0:
-                raise ValueError("task_done() called too many times")
-            leases = core.count()
-        core.settle(session, leases)
-        return core.unfinished(session) if self._joiners else -1
-
     def join(self) -> None:
         """Wait until nothing is unfinished."""
         core = self._core
@@ -251,10 +211,6 @@ class Queue(_Generic[T]):
         core.engine.execute(shut)
         core.engine.waker.wake_all()
         self._finish_joins()
-
-    def close(self) -> None:
-        """Give the file back now; items that were got and not settled are there for the next."""
-        self._core.close()
 
 
 class PriorityQueue(Queue[T]):
