@@ -205,11 +205,11 @@ class Folding:
             logger.warning("%s: %s; nothing is lost", self.path, reason)
         if recovery.torn_bytes:
             logger.warning(
-                "%s: the log ended in the middle of a frame; %d bytes after offset %d were cut, "
-                "every complete record is kept",
+                "%s: the log ended in the middle of a frame; what followed offset %d (%d B) was "
+                "cut, every complete record is kept",
                 self.path,
-                recovery.torn_bytes,
                 recovery.cut,
+                recovery.torn_bytes,
             )
 
     def _damage_noter(self, tx: Tx) -> Callable[[int, str], None]:

@@ -356,7 +356,7 @@ def test_a_watch_killed_while_the_command_ran_says_so(file: Path, tmp_path: Path
     words = ("dlq", "watch", file, "--exec", note(log), "--once")
     status, _, err = ctl(*words)
     assert status == 0
-    assert "ended while the command ran" in err
+    assert f"ended while the command ran for {dead} of topic 'default'" in err
     assert ctl(*words) == (0, "", "")
     assert called(log) == [dead]
 
@@ -473,3 +473,31 @@ def test_the_shell_runs_the_command_in_the_callers_folder(
     kill_letters(file, 1)
     assert ctl("dlq", "watch", file, "--exec", "pwd > here", "--once")[0] == 0
     assert (tmp_path / "here").read_text(encoding="utf-8").strip() == str(tmp_path)
+
+
+def test_ids_that_are_no_letters_are_named(file: Path, ctl: Any) -> None:
+    """With filters and without: whoever named them misspelt them, or was late."""
+    (dead,) = kill_letters(file, 1)
+    for words in (
+        ("redrive", file, "nobody", dead, "--dry-run"),
+        ("redrive", file, "nobody", dead, "--reason", "blocked"),
+        ("purge", file, "nobody", "--reason", "blocked", "--yes"),
+        ("purge", file, "nobody", "--yes"),
+    ):
+        status, _, err = ctl("dlq", *words)
+        assert status == 1
+        assert "no dead letter of this topic and group: nobody; see" in err
+
+
+def test_reasons_that_differ_in_numbers_are_one_row(file: Path, js: Any) -> None:
+    """And what is shown for them is what --reason takes."""
+    for n in range(3):
+        kill_letters(file, n, reason=f"HTTPError: 50{n} after {n}.5 s, request 7f3a{n}c")
+    kill_letters(file, 1, 2, reason="disk 1 is full")
+    found = js("dlq", "list", file, "--by-reason")
+    assert found == [
+        {"reason": "HTTPError: # after #.# s, request #", "letters": 3},
+        {"reason": "disk 1 is full", "letters": 2},
+    ]
+    for one in found:
+        assert len(js("dlq", "list", file, "--reason", one["reason"])) == one["letters"]

@@ -18,7 +18,8 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 from rich.cells import cell_len
-from tests.helpers.cli import Terminal, kill_letters, start, until
+from tests.helpers.cli import COMMAND, Terminal, kill_letters, start, until
+from tests.helpers.processes import environment
 
 import weclaw_embedded as weclaw
 
@@ -410,6 +411,30 @@ def test_completion_knows_verbs_topics_and_groups(file: Path) -> None:
     assert complete("stats", file, "--topic", "") == ["mails"]
     assert complete("stats", file, "--group", "s") == ["senders"]
     assert complete("stats", file.parent / "none.wq", "--topic", "") == []
+    with weclaw.Queue(file, "to the readers", group="printers") as q:
+        q.put(1)
+        q.get(timeout=5)
+    assert complete("stats", file, "--group", "") == ["printers", "senders"]
+    assert complete("stats", file, "--topic", "mails", "--group", "") == ["senders"]
+
+
+def test_bash_gets_names_that_it_can_insert(file: Path) -> None:
+    """zsh and fish quote what they insert; bash takes it as it stands."""
+    with weclaw.Queue(file, "to the readers") as q:
+        q.put(1)
+    done = subprocess.run(
+        COMMAND,
+        env={
+            **environment(),
+            "_WECLAWCTL_COMPLETE": "bash_complete",
+            "COMP_WORDS": f"weclawctl stats '{file}' --topic ",
+            "COMP_CWORD": "4",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "plain,'to the readers'\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -627,3 +627,66 @@ def test_stats_and_top_say_who_has_what_in_hand(file: Path, js: Any, ctl: Any) -
             msg.ack()
         assert js("stats", file)["consumers"] == {}
         assert "in hand:" not in ctl("stats", file)[1]
+
+
+def test_what_can_not_be_put_makes_no_file(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """Neither an input whose first line can't be used, nor an empty one."""
+    source = tmp_path / "in"
+    for text, fault in (
+        ("{not json\n", "line 1 is not JSON"),
+        ('\n{"a": 99999999999999999999999}\n', "line 2"),
+        ('{"a": 1}\n', "there is no field 'id'"),
+    ):
+        source.write_text(text, encoding="utf-8")
+        status, _, err = ctl("put", file, "--input", source, "--id-field", "id")
+        assert status == 1
+        assert fault in err or "no field" in err
+        assert not file.exists()
+    source.write_text("\n", encoding="utf-8")
+    status, out, _ = ctl("put", file, "--input", source)
+    assert status == 0
+    assert "not made: there was nothing to put" in out
+    assert not file.exists()
+    source.write_text('{"a": 99999999999999999999999}\n', encoding="utf-8")
+    assert ctl("put", file, "--input", source)[0] == 1
+    assert not file.exists()
+    source.write_text('{"a": 1}\n{"a": \n', encoding="utf-8")
+    assert ctl("put", file, "--input", source)[0] == 1
+    with weclaw.Queue(file) as q:
+        assert q.qsize() == 1
+
+
+def test_the_name_of_a_file_that_is_not_there_is_put_and_said(file: Path, ctl: Any) -> None:
+    status, _, err = ctl("put", file, "nofile.jsonl")
+    assert status == 0
+    assert "there is no file 'nofile.jsonl', so the name itself is put" in err
+    assert ctl("put", file, "nofile.jsonl", "--text")[2] == ""
+
+
+def test_what_begins_with_a_dash_is_told_where_it_goes(file: Path, ctl: Any) -> None:
+    status, _, err = ctl("pause", file, "-5")
+    assert status == 2
+    assert "'-5' is no option; what begins with '-' stands behind '--'" in err
+
+
+def test_a_group_that_has_not_begun_does_not_stand_still(
+    file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would get has waited for nobody."""
+    monkeypatch.setattr("weclaw_embedded.cli.look._STILL_S", -1.0)
+    with weclaw.Queue(file) as q:
+        q.put_many([1, 2])
+        q.get(timeout=5).ack()
+    out = ctl("stats", file, "--group", "nope")[1]
+    assert "group 'nope' has not begun; this is what it would get" in out
+    assert "stands still" not in out
+    assert "stands still" in ctl("stats", file)[1]
+
+
+def test_what_is_in_hand_is_shown_with_its_body(file: Path, ctl: Any) -> None:
+    with weclaw.Queue(file) as q:
+        q.put({"prompt": "never ends"})
+        q.get(timeout=5)
+        out = ctl("peek", file, "--leased")[1]
+        assert '{"prompt": "never ends"}' in out.replace('":"', '": "')
+        assert max(map(len, out.splitlines())) <= 80

@@ -60,6 +60,7 @@ __all__ = [
     "missing",
     "must_be_there",
     "must_exist",
+    "must_have_folder",
     "opened",
     "paused",
     "places",
@@ -154,7 +155,10 @@ def _complete_place(index: int) -> Callable[..., list[str]]:
         # With an option still open, click has not told the arguments apart.
         file = ctx.params.get("file") or next(filter(os.path.isfile, ctx.args), "")
         with contextlib.suppress(Exception), looking(file, readonly=False) as store:
-            names = {str(place[index]) for place in places(store, None, None)}
+            topic = ctx.params.get("topic")
+            typed = ctx.get_parameter_source("topic") is ParameterSource.COMMANDLINE
+            of_topic = topic if index and typed else None
+            names = {str(place[index]) for place in places(store, of_topic, None)}
             return sorted(name for name in names if name.startswith(incomplete))
         return []
 
@@ -228,16 +232,22 @@ def must_exist(file: str) -> None:
         )
 
 
+def must_have_folder(file: str) -> None:
+    """No folder is made beside the file."""
+    folder = os.path.dirname(file)
+    if folder and not os.path.isdir(folder):
+        fail(f"{plain(folder)}: there is no such folder; nothing was put; make it first")
+
+
 @contextlib.contextmanager
 def opened(
     file: str, *, readonly: bool = False, create: bool = False, consumer: str | None = None
 ) -> Iterator[weclaw.Store]:
     """The store of an existing file (any file with `create`), closed at the end."""
-    folder = os.path.dirname(file)
-    if not create:
+    if create:
+        must_have_folder(file)
+    else:
         must_exist(file)
-    elif folder and not os.path.isdir(folder):
-        fail(f"{plain(folder)}: there is no such folder; nothing was put; make it first")
     try:
         made = weclaw.open(file, readonly=readonly, consumer=consumer)
     except weclaw.StorageError as error:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    add_completion_class,
+    get_completion_class,
+)
 
 __all__ = ["COMMANDS"]
 
@@ -12,6 +19,18 @@ _RC = {
     "zsh": "~/.zshrc",
     "fish": "~/.config/fish/completions/weclawctl.fish",
 }
+
+
+class _Bash(BashComplete):
+    """bash takes what it is given as it stands; zsh and fish quote it themselves."""
+
+    def format_completion(self, item: CompletionItem) -> str:
+        if item.type == "plain":
+            item.value = shlex.quote(item.value)
+        return super().format_completion(item)
+
+
+add_completion_class(_Bash)
 
 
 @click.command()

@@ -6,6 +6,7 @@ import collections
 import itertools
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 # Letters shown before it is asked whether they are meant: a screenful.
 _SHOWN = 15
+# In a reason: a number, an address, an id in hex.
+_NUMBER = re.compile(r"\b(?:0x)?[0-9a-f]*\d[0-9a-f]*\b|\d+", re.IGNORECASE)
 
 
 def _filters(command: Command) -> Command:
@@ -38,6 +41,23 @@ def _filters(command: Command) -> Command:
     return command
 
 
+def _shape(reason: str) -> str:
+    """A reason with `#` for each number and each id in it: what many letters have in common."""
+    return _NUMBER.sub("#", reason)
+
+
+def _by_reason(letters: Iterable[weclaw.DeadLetter]) -> list[tuple[str, int]]:
+    """(reason, letters), the most frequent first; those that differ only in numbers are one."""
+    numbers: collections.Counter[str] = collections.Counter()
+    texts: dict[str, str] = {}  # as it is, where all are the same
+    for letter in letters:
+        shape = _shape(letter.reason)
+        numbers[shape] += 1
+        if texts.setdefault(shape, letter.reason) != letter.reason:
+            texts[shape] = shape
+    return [(texts[shape], number) for shape, number in numbers.most_common()]
+
+
 class _Choice:
     """Which letters are meant: those named, and of these those that pass the filters."""
 
@@ -49,6 +69,7 @@ class _Choice:
         newer_than: float | None,
     ) -> None:
         self.ids = list(dict.fromkeys(ids))
+        self.unknown: dict[str, None] = {}  # those of them that are no letters, in their order
         now = datetime.now(timezone.utc)
         self._reason = None if reason is None else reason.casefold()
         self._before = None if older_than is None else now - timedelta(seconds=older_than)
@@ -70,11 +91,15 @@ class _Choice:
             try:
                 yield dead.get(id)
             except KeyError:
-                pass  # counted by the caller, who knows how many were named
+                self.unknown[id] = None
 
     def passes(self, letter: weclaw.DeadLetter) -> bool:
         return (
-            (self._reason is None or self._reason in (letter.reason or "").casefold())
+            (
+                self._reason is None
+                or self._reason in letter.reason.casefold()
+                or self._reason in _shape(letter.reason).casefold()
+            )
             and (self._before is None or letter.died_at <= self._before)
             and (self._after is None or letter.died_at >= self._after)
         )
@@ -111,7 +136,7 @@ def list_(
     with common.looking(file, readonly=readonly) as store:
         common.look_there(store, topic, group)
         dead = common.queue_of(store, topic, group).dlq
-        reasons = collections.Counter(one.reason for one in choice.of(dead)) if by_reason else {}
+        reasons = _by_reason(choice.of(dead)) if by_reason else []
         letters = list(itertools.islice(choice.of(dead), 0 if by_reason else limit + 1))
         total = len(dead)
         elsewhere = [
@@ -123,9 +148,8 @@ def list_(
     more = len(letters) > limit
     del letters[limit:]
     if as_json:
-        found = sorted(reasons.items(), key=lambda pair: -pair[1])
         common.print_json(
-            [{"reason": text, "letters": number} for text, number in found]
+            [{"reason": text, "letters": number} for text, number in reasons]
             if by_reason
             else [letter.to_dict() for letter in letters]
         )
@@ -133,10 +157,7 @@ def list_(
     if reasons:
         common.print_table(
             [("letters", "right"), "reason"],
-            [
-                (number, common.excerpt(text, 200))
-                for text, number in sorted(reasons.items(), key=lambda pair: -pair[1])[:limit]
-            ],
+            [(number, common.excerpt(text, 200)) for text, number in reasons[:limit]],
         )
     elif letters:
         common.print_table(
@@ -413,11 +434,16 @@ def _report(done: str, number: int, choice: _Choice, limit: int | None, *, as_js
 
 def _must_be_all(number: int, choice: _Choice, limit: int | None) -> None:
     """Of those that were named, all must be letters; else the exit status says so."""
-    wanted = len(choice.ids)
-    if limit is not None:
-        wanted = min(wanted, limit)
-    if number < wanted and not choice.filters:
-        common.fail(f"{wanted - number} of those named are no dead letters here; see 'dlq list'")
+    if choice.unknown:
+        first = ", ".join(common.plain(id) for id in itertools.islice(choice.unknown, _SHOWN))
+        more = len(choice.unknown) - _SHOWN
+        common.fail(
+            f"no dead letter{'s' if len(choice.unknown) > 1 else ''} of this topic and group: "
+            f"{first}{f' and {more} more' if more > 0 else ''}; see 'dlq list'"
+        )
+    wanted = len(choice.ids) if limit is None else min(len(choice.ids), limit)
+    if number < wanted and not choice.filters:  # redriven or purged by others meanwhile
+        common.fail(f"{wanted - number} of those named are no dead letters any more")
 
 
 dlq.add_command(watch)

@@ -48,6 +48,7 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
             group if common.told("group") else None,
         )
         shown = [(one, _counted(store, one)) for one in chosen]
+        begun = {(one.topic, one.group) for one in store.groups()}
     if as_json:
         found = {"topic": topic, "group": group, **mine._asdict(), "consumers": holders}
         common.print_json({**found, "groups": groups})
@@ -69,6 +70,8 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
         place = common.plain(f"topic {one.topic!r}, group {one.group!r}")
         if one.paused:
             click.echo(f"{place} is {common.plain(one.pause)}\n'weclawctl resume' ends it")
+        elif (one.topic, one.group) not in begun and any(one.topic == name for name, _ in begun):
+            click.echo(f"{place} has not begun; this is what it would get")
         elif _stands_still(found):
             click.echo(f"{place} stands still: {found['ready']} ready, none in hand")
         if found["consumers"]:
@@ -297,6 +300,10 @@ def peek(
                 for one in found
             ],
         )
+        bodies = [
+            (one["id"], common.excerpt(one.get("body_error", one["body"]), 120)) for one in found
+        ]
+        common.print_table(["id", "body"], bodies, one_line=True)
     else:
         common.print_table(
             ["id", ("pr", "right"), "put (UTC)", "body"],

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 import weclaw_embedded as weclaw
+from weclaw_embedded._values import pack_value
 from weclaw_embedded.cli import _common as common
 
 __all__ = ["COMMANDS"]
@@ -73,8 +74,13 @@ def put(
 
     total = 0
     fault: str | None = None
-    with common.opened(file, create=True) as store:
-        queue = store.queue(topic)
+    queue: weclaw.Queue | None = None
+    with contextlib.ExitStack() as stack:
+        # What can't be used makes no file; where there is one, it is opened before all else.
+        if os.path.lexists(file):
+            queue = stack.enter_context(common.opened(file, create=True)).queue(topic)
+        else:
+            common.must_have_folder(file)
         with common.progress_bar("put", None) as update, _told_when_interrupted(lambda: total):
             for batch, fault in _batches(bodies, source, form, text=text):
                 messages = []
@@ -90,8 +96,14 @@ def put(
                     except ValueError as error:
                         fault = f"line {line}: {error}"
                         break
-                ids, refused = _put_all(queue, messages, [line for line, _ in batch])
-                fault = refused or fault
+                ids: list[str] = []
+                if messages and queue is None and (refused := _unfit(*batch[0])) is not None:
+                    fault = refused
+                elif messages:
+                    if queue is None:
+                        queue = stack.enter_context(common.opened(file, create=True)).queue(topic)
+                    ids, refused = _put_all(queue, messages, [line for line, _ in batch])
+                    fault = refused or fault
                 total += len(ids)
                 update(completed=total)
                 if as_json:
@@ -106,7 +118,8 @@ def put(
             "mended"
         )
     if not as_json:
-        click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}")
+        none = "" if queue is not None else ", which was not made: there was nothing to put"
+        click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}{none}")
 
 
 @contextlib.contextmanager
@@ -119,6 +132,15 @@ def _told_when_interrupted(total: Callable[[], int]) -> Iterator[None]:
             "input can be put again, and nothing is there twice"
         )
         raise
+
+
+def _unfit(line: int, body: Any) -> str | None:
+    """Why the first message of a file to be made can't be put, whatever else may be wrong."""
+    try:
+        pack_value(body)
+    except weclaw.SerializationError as error:
+        return f"line {line}: {error}"
+    return None
 
 
 def _put_all(
@@ -166,10 +188,17 @@ def _batches(
 
 
 def _must_be_no_files(bodies: tuple[str, ...]) -> None:
-    """The name of a file of messages is hardly meant as a message."""
+    """The name of a file of messages is hardly meant as a message; a misspelt one may be."""
     for body in bodies:
-        if body.lower().endswith(_ENDINGS) and os.path.isfile(body):
-            name = common.excerpt(body)
+        if not body.lower().endswith(_ENDINGS):
+            continue
+        name = common.excerpt(body)
+        if not os.path.exists(body):
+            common.say(
+                f"weclawctl: there is no file {name!r}, so the name itself is put, as text; --text "
+                "says that it is meant"
+            )
+        if os.path.isfile(body):
             raise click.UsageError(
                 f"{name!r} is a file: --input {name} puts what is in it, --text the name itself"
             )

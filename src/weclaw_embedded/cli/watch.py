@@ -92,6 +92,9 @@ def watch(
                 common.fail(f"{wrong}; nothing was called")
             if wrong is not None:  # it may begin at any moment
                 common.say(f"weclawctl: {wrong}; waiting for it")
+            if memory.unfinished is not None:
+                _tell_unfinished(store, memory.unfinished)
+                memory.ended(memory.unfinished, 0, 0.0)
             known_end = -1
             first = skip_existing and memory.is_new
             while not stop.asked():
@@ -136,6 +139,19 @@ def watch(
         stop.end()
         memory.close()
     return 1 if once and failed else 0
+
+
+def _tell_unfinished(store: weclaw.Store, death: Death) -> None:
+    """Its command may have done its work, so it is not called again; somebody should look."""
+    topic, group, offset, died_us = death
+    letter = _survey.letter_at(common.queue_of(store, topic, group), offset, died_us)
+    which = f"the letter at offset {offset}, which is gone," if letter is None else letter.id
+    common.say(
+        common.plain(
+            f"weclawctl: the watch before this one ended while the command ran for {which} of "
+            f"topic {topic!r}, group {group!r}; it is not called again"
+        )
+    )
 
 
 def _deaths(queues: list[weclaw.Queue]) -> list[tuple[weclaw.Queue, Death]]:
@@ -208,12 +224,8 @@ class _Memory:
         self._due_s = {death: 0.0 for death, number in self._failures.items() if number}
         if cut:  # by a crash in the middle of writing it: nobody was called for it
             self._rewrite()
-        if begun is not None:
-            common.say(
-                f"weclawctl: the watch before this one ended while the command ran for the letter "
-                f"at offset {begun[2]} of {begun[0]!r}; it is not called again"
-            )
-            self._write([*begun, 0])
+        #: The one whose command ran when the watch before this one ended.
+        self.unfinished = begun
 
     def _lock(self) -> filelock.BaseFileLock:
         # A file of its own: the memory itself is replaced when it is written anew.

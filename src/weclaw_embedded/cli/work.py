@@ -83,7 +83,8 @@ def work(
     The handler gets the message; what it returns is kept as the result, what it raises counts as
     a failure and is retried, as often as WECLAW_MAX_RETRIES says. Killed at any moment, start it
     again: it goes on where it was. With --drain retries are waited for, and it ends with 0 when
-    nothing is left.
+    nothing is left. Pauses after failures in a row are waited out, too: where tasks that always
+    fail are all that is left, that is most of the time; --pause-after 0 leaves pauses out.
     """
     function = _load(handler)
     started = time.monotonic()
