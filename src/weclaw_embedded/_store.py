@@ -67,19 +67,30 @@ def open(
     default. Opening a file again in one process shares what is open.
 
     Args:
-        flush: When a put is answered: "sync" (default) on stable storage; "batch" written, synced
-            within `flush_interval_ms` or `flush_messages`; "os" written, synced when the system
-            does. All survive kill -9.
-        retention: Seconds that settled messages are kept (None: no limit by age).
-        retention_bytes: Bytes of settled messages that are kept (None: no limit by size).
-        max_bytes: Size of the file at which `put` waits for room.
-        max_message_bytes: Largest body, and largest headers, once encoded; for all openers. It does
-            not hold for results, which may have 1 GiB.
-        segment_bytes: Of a new file: a power of two from 64 KiB, default 1 MiB.
-        codec: How this handle writes bodies: "msgpack", "json", "raw", "pickle", or an object
-            with encode and decode.
-        readonly: Look only; works on a read-only mount and makes no file.
-        consumer: A name shown in failures and statistics.
+        flush: When a put is answered: "sync" (the default) on stable storage; "batch" written,
+            synced within `flush_interval_ms` or `flush_messages`; "os" written, synced when the
+            system does. All survive kill -9.
+        flush_interval_ms: Of "batch": synced after so many milliseconds, by default 500.
+        flush_messages: Of "batch": synced after so many messages, by default 1000.
+        retention: Seconds that settled messages and results are kept, by default 48 hours; None: no
+            limit by age. Recorded in the file, as are the next four.
+        retention_bytes: Bytes of them that are kept, by default 256 MiB; None: no limit by size.
+        max_bytes: Size of the file at which `put` waits for room; None (the default): no limit.
+        max_message_bytes: Largest body, and largest headers, once encoded, for all openers; by
+            default 16 MiB. It does not hold for results, which may have 1 GiB.
+        segment_bytes: Of a new file: a power of two from 64 KiB; by default 1 MiB.
+        codec: How this handle writes bodies: "msgpack" (the default), "json", "raw", "pickle", or
+            an object with encode and decode.
+        replica: Where a second, complete copy is kept: a path on another disk, or a command as a
+            list, such as ["ssh", "host", "weclawctl", "replica", "FILE"]; False forgets the one
+            that is recorded, which is the default; a new file has none. Recorded.
+        sync_replica: Whether a put waits until the replica has it, too; by default it does.
+            Recorded.
+        replica_timeout: Seconds a put waits for the replica before `ReplicaUnavailableError`, by
+            default 5.
+        readonly: Look only; works on a read-only mount and makes no file; default False.
+        consumer: A name shown in failures, `weclawctl stats` and `peek --leased`; by default
+            host:pid.
 
     Raises:
         ValueError, TypeError: bad or conflicting options; no file was made.
