@@ -27,7 +27,7 @@ from ._records import (
     PUT_BYTES,
 )
 from ._session import BATCH
-from .errors import ClosedError, DiskFullError, LeaseLostError
+from .errors import ClosedError, DiskFullError, LeaseLostError, SerializationError
 
 if TYPE_CHECKING:
     from ._delivery import Lease
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .queue import Queue
 
 T = TypeVar("T")
+MAX_RESULT_BYTES: Final = 1 << 30
 # How often a lease is renewed while it lasts.
 _RENEWALS: Final = 3
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -66,6 +67,17 @@ def clip(reason: str | None, default: str) -> str:
         raise TypeError(f"reason must be a str or None, not {reason!r}; nothing was changed")
     raw = reason.encode("utf-8", "backslashreplace")
     return raw[: _delivery.MAX_REASON_BYTES].decode("utf-8", "ignore")
+
+
+def pack_result(result: Any) -> bytes:
+    """A result as it is kept, within its limit. Raises SerializationError."""
+    packed = _values.pack_value(result, "result")
+    if len(packed) > MAX_RESULT_BYTES:
+        raise SerializationError(
+            f"the result has {len(packed)} bytes once encoded, more than {MAX_RESULT_BYTES}; "
+            "nothing was changed; keep it elsewhere, and give where as the result"
+        )
+    return packed
 
 
 class _Unread:
@@ -235,9 +247,9 @@ class Message(Told):
     def ack(self, result: Any = None) -> None:
         """Done: never delivered again in this group. `result` is kept with it in the same step,
         for `Queue.result`; `max_message_bytes` does not hold for it. Raises `SerializationError`
-        for a result that msgpack can't keep; then the message is still held.
+        for a result that msgpack can't keep, or over 1 GiB; then the message is still held.
         """
-        packed = b"" if result is None else _values.pack_value(result, "result")
+        packed = b"" if result is None else pack_result(result)
         lease = self._lease or self._held()
         record = _records.pack_ack(lease.tid, lease.gid, lease.offset, packed)
         self._settle(_settling.end, record, self._queue._policy)
@@ -445,7 +457,7 @@ class Transaction:
         lease = msg._lease or msg._held()
         if lease.engine is not self._engine:
             raise ValueError("the message is of another file; a transaction is within one file")
-        self._acks.append((lease, b"" if result is None else _values.pack_value(result, "result")))
+        self._acks.append((lease, b"" if result is None else pack_result(result)))
 
     def put(
         self,

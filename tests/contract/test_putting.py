@@ -12,7 +12,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _clock, _files, aio, threads
+from weclaw_embedded import _clock, _files, _message, aio, threads
 
 UTC = datetime.timezone.utc
 
@@ -915,3 +915,18 @@ def test_a_result_may_be_larger_than_a_message(open_queue):
     task = q.put("x")
     q.get().ack(result="x" * 2**21)
     assert q.result(task) == "x" * 2**21
+
+
+def test_a_result_has_its_own_limit(open_queue, monkeypatch):
+    """What no frame could hold is refused in plain words, and the message is still held."""
+    monkeypatch.setattr(_message, "MAX_RESULT_BYTES", 1000)
+    q = open_queue()
+    task = q.put("x")
+    msg = q.get()
+    with pytest.raises(weclaw.SerializationError, match="more than 1000"):
+        msg.ack(result="x" * 1000)
+    with pytest.raises(weclaw.SerializationError, match="more than 1000"), q.transaction() as tx:
+        tx.ack(msg, result="x" * 1000)
+    assert q.status(task) == "leased"
+    msg.ack(result="x" * 900)
+    assert q.result(task) == "x" * 900
