@@ -41,7 +41,7 @@ LAYERS = [
     ["_copy"],
     ["_feeder", "_receiver"],
     ["_session"],
-    ["_folding", "_together", "_durability", "_file_options"],
+    ["_folding", "_damage", "_together", "_durability", "_file_options"],
     ["_upkeep", "_waiting", "_holding", "_with_replica"],
     ["_engine"],
     ["_registry", "_readonly", "_delivery", "_replication"],
@@ -73,7 +73,7 @@ EXCEPTIONS = {
     ("_upkeep", "_reclaim"): "upkeep runs by itself on the engine's timer",
     ("_engine", "_replicated"): "turns in a file with a replica are of another kind",
     ("_with_replica", "_replicated"): "what the replica is promised is waited for there",
-    ("_with_replica", "_healing"): "what is damaged is healed where it is noticed",
+    ("_damage", "_healing"): "what is damaged is healed where it is noticed",
     ("queue", "_store"): "Queue(path) opens the store it belongs to",
 }
 

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from . import _clock, _files, _records
+from ._damage import Damage
 from ._durability import Durability
 from ._file_options import FileOptions
 from ._folding import Folding
@@ -100,7 +101,9 @@ def _tell_everybody(session: Session) -> None:
     session.ready = session.settled = ALL
 
 
-class Engine(Upkeep, Waiting, Holding, WithReplica, Folding, Together, Durability, FileOptions):
+class Engine(
+    Upkeep, Waiting, Holding, WithReplica, Folding, Damage, Together, Durability, FileOptions
+):
     """See the module. Made and ended by `_registry`, shared by all handles of a process. Any thread
     may call any method.
     """
@@ -181,10 +184,15 @@ class Engine(Upkeep, Waiting, Holding, WithReplica, Folding, Together, Durabilit
         self.replication: Any = None  # this process's part in feeding the replica, if there is one
         self.making = threading.Lock()  # held to make it
         self._settle_again_s = 0.0  # before that it is seen to already: see `settle_left`
-        self._heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
+        self._named = replica
+        self._healing = threading.RLock()
+        self._answered: set[int] = set()
+        self._answered_by: list[Any] = []
+        self._heal_again_s = 0.0
+        self._heal_is_due = False
         try:
             opened.taken = True
-            self._begin_work(opened, replica)
+            self._begin_work(opened)
         except BaseException:
             # Nobody will have this engine to close it.
             self.closed = True
@@ -193,16 +201,16 @@ class Engine(Upkeep, Waiting, Holding, WithReplica, Folding, Together, Durabilit
             self._close_files()
             raise
 
-    def _begin_work(self, opened: Opened, replica: object) -> None:
-        """What an opening has left to the engine: healing, telling, and the index anew."""
+    def _begin_work(self, opened: Opened) -> None:
+        """What an opening has left to the engine: telling, the index anew, and healing."""
         if opened.role:
             self._take_role(opened)
         if self.recovery is not None:
-            if self.recovery.damaged:
-                self.heal(self.log.head_offset, self.page.words[TAIL], replica)
             self._report(self.recovery)
         if opened.rebuild:
             self.execute(lambda session: session.tx)
+        # Before anything can be given back.
+        self.heal_met()
         if not self.page.words[REPLICATION] & (IS_COPY | IS_FENCED):
             if self.look_every_s < ALONE_CHECK_S:
                 self.execute(_tell_everybody)  # whoever waits is no longer alone

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from . import _records
+from ._feeder import Address, normal
 from ._format import FileHeader
 from ._options import DEFAULTS, RECORDED_OPTIONS, StoreOptions, check_option
 from ._session import SYNC, Session
@@ -49,6 +50,13 @@ def of_another(recorded: Mapping[str, Any], store_id: bytes) -> bool:
     return bool(recorded.get("replica")) and whose != store_id
 
 
+def recorded_replica(recorded: Mapping[str, Any], header: FileHeader) -> Address | None:
+    """Where a file records that its replica is; a backup has that of another store in it."""
+    if of_another(recorded, header.store_id) or "replica" not in recorded:
+        return None
+    return normal(_believed("replica", recorded["replica"]))
+
+
 class FileOptions:
     """What `Engine` inherits to record options and to answer for them."""
 
@@ -57,6 +65,7 @@ class FileOptions:
     header: FileHeader
     execute: Callable[..., Any]
     _configure_replica: Callable[[], None]
+    heal_met: Callable[[], None]
     known_options: dict[str, Any]
     effective: dict[str, Any]
     options_seen: int
@@ -101,6 +110,7 @@ class FileOptions:
             )
         self.consumer = self.consumer or consumer
         self._configure_replica()
+        self.heal_met()  # it may be another replica than before
 
     def forsake(self, options: StoreOptions) -> None:
         """A handle that was adopted has closed."""

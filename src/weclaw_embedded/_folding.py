@@ -54,6 +54,7 @@ class Folding:
     # Up to here the index is known to be level; others may have brought it further.
     folded_to: int
     turn: Callable[..., Any]
+    damage_met: Callable[[], None]
     closed: bool
     _tail_seen: int
     _lock: threading.Lock
@@ -215,11 +216,12 @@ class Folding:
     def _damage_noter(self, tx: Tx) -> Callable[[int, str], None]:
         def note(offset: int, reason: str) -> None:
             logger.warning(
-                "%s: damage at offset %d: %s; it is set aside, the rest flows",
+                "%s: damage at offset %d: %s; it is passed over, the rest flows",
                 self.path,
                 offset,
                 reason,
             )
             tx.note_damage(offset, reason)
+            self.damage_met()
 
         return note

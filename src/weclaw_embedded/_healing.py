@@ -13,17 +13,20 @@ It must not know what messages are.
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from . import _files, _stream
 from ._copy import Copy, check_is_file, is_same_file
 from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
-from ._format import COPY, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
+from ._format import COPY, FIRST, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
 from ._mend import find_slot, has_slot, unreadable
 from ._opening import read_header
 from ._options import StoreOptions
 from ._recovery import recover_copy
+from ._scan import BadPartError, check_part
 from ._scratch import scratch_of
 from ._stream import DATA, MAX_DATA, SEGMENT, STATE, Hello, State, StreamError
 from .errors import CorruptError, DiskFullError, StorageError, WeclawError
@@ -163,7 +166,11 @@ def look(path: str, header: FileHeader, address: Address, patience_s: float) -> 
             check_is_file(address)
             fd = _files.open_ro(address)
         except FileNotFoundError:
-            return None
+            if os.path.isdir(os.path.dirname(os.path.abspath(address))):
+                return None
+            raise UnreachableError(
+                f"the replica {address} can't be read: its folder is not there"
+            ) from None
         except (OSError, StorageError) as error:
             raise UnreachableError(f"the replica {address} can't be read: {error}") from None
         try:
@@ -289,12 +296,22 @@ class _Found(NamedTuple):
     data: bytes
 
 
-def heal(engine: Engine, address: Address, start: int, end: int, patience_s: float) -> list[int]:
-    """Write what the copy has over what can't be read between two offsets: the offsets that can be
-    read again. Raises UnreachableError.
+def heal(
+    engine: Engine, address: Address, spans: Sequence[tuple[int, int]], patience_s: float
+) -> list[int]:
+    """Write what the copy has over what can't be read from one offset to another, and over what
+    belongs to it: the offsets that can be read again. Raises UnreachableError.
     """
     log = engine.log
-    lacks = engine.execute(lambda session: _lacks(session.log, start, end))
+
+    def look_for_lacks() -> list[_Lack]:
+        found: dict[int, _Lack] = {}
+        for span in spans:
+            lacks = engine.execute(lambda session, *span: _lacks(session.log, *span), *span)
+            found.update((lack.begin, lack) for lack in lacks)
+        return list(found.values())
+
+    lacks = look_for_lacks()
     if not lacks:
         return []
     healed: list[int] = []
@@ -306,8 +323,7 @@ def heal(engine: Engine, address: Address, start: int, end: int, patience_s: flo
         for lack in [lack for lack in lacks if lack.is_segment]:
             healed += _heal_some(engine, _fetch(source, log, [lack]))
         if healed:
-            again = engine.execute(lambda session: _lacks(session.log, start, end))
-            lacks = [lack for lack in lacks if lack.is_segment] + again
+            lacks = [lack for lack in lacks if lack.is_segment] + look_for_lacks()
         some: list[_Lack] = []
         for lack in [lack for lack in lacks if not lack.is_segment]:
             some.append(lack)
@@ -333,6 +349,10 @@ def heal(engine: Engine, address: Address, start: int, end: int, patience_s: flo
 def _lacks(log: Log, start: int, end: int) -> list[_Lack]:
     words = log.state.words
     lacks = []
+    start = max(start, log.head_offset)
+    if end <= start:
+        return []
+    end = _reach(log, end)
     for segment in range(max(words[HEAD], start >> log.bits), ((end - 1) >> log.bits) + 1):
         if segment <= words[LAST] and not has_slot(log, segment):
             begin = segment << log.bits
@@ -342,6 +362,23 @@ def _lacks(log: Log, start: int, end: int) -> list[_Lack]:
         if begin >> log.bits not in missing:
             lacks.append(_Lack(begin, stop, reason, False))
     return lacks
+
+
+def _reach(log: Log, end: int) -> int:
+    """How far what ends there goes on: over segments that are lost, too, or begin with the rest of
+    a frame, or with nothing that can be read.
+    """
+    segment = (end - 1) >> log.bits
+    while segment < log.state.words[LAST]:
+        following = segment + 1
+        try:
+            begin = (following << log.bits) + SLOT_BYTES
+            if check_part(log, begin, _end_of_segment(log, begin))[0] & FIRST:
+                break
+        except (BadPartError, CorruptError):
+            pass  # it may be the rest of one
+        segment = following
+    return max(end, (segment + 1) << log.bits if segment > (end - 1) >> log.bits else 0)
 
 
 def _end_of_segment(log: Log, offset: int) -> int:

@@ -25,9 +25,9 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from . import _clock, _files
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
@@ -75,8 +75,9 @@ OWNER: Final = LOCKS_AT + 16
 _PATIENCE_S: Final = 2.0
 
 
-# Called with the open file and its header; True when it has written what the log lacked.
-Complete: TypeAlias = Callable[[int, FileHeader], bool]
+# Called with the open file, its header and the options that what can be read of it records; True
+# when it has written what the log lacked.
+Complete: TypeAlias = Callable[[int, FileHeader, Mapping[str, Any]], bool]
 
 
 @dataclass
@@ -402,7 +403,7 @@ def _recover(
     near: int,
     same_boot: bool,
     failed: bool,
-    complete: Callable[[], bool] | None,
+    complete: Callable[[Mapping[str, Any]], bool] | None,
 ) -> tuple[Index, Recovery, bool]:
     """Find the log's end, and an index that may be believed; True if it is to be folded anew, which
     is begun here.
@@ -419,7 +420,7 @@ def _recover(
             whole=rebuild is not None,
             failed=failed,
             near=near if same_boot and not failed else 0,
-            complete=complete,
+            complete=None if complete is None else functools.partial(_complete, complete, index),
             follow=None if rebuild is None else rebuild.follow,
         )
         words = log.state.words
@@ -439,6 +440,16 @@ def _recover(
         raise
     index.close(sync=False)
     return new_index(directory), recovery, True
+
+
+def _complete(complete: Callable[[Mapping[str, Any]], bool], index: Index) -> bool:
+    """Have written what the log lacks, with what the index knows of its options by then."""
+    tx = index.write()
+    try:
+        options = dict(tx.options)
+    finally:
+        tx.abort()
+    return complete(options)
 
 
 def _agree(index: Index, log: Log) -> bool:

@@ -244,10 +244,13 @@ class ReadonlyEngine(Engine):
         """Whether something can be read by now that was passed over as damaged."""
         return any(_is_readable(self.log, offset) for offset, _ in tx.damage())
 
-    def heal(self, start: int, end: int, replica: object = None, *, insist: bool = False) -> bool:
+    def heal(self, start: int, end: int, *, insist: bool = False) -> bool:
         """A looker mends nothing; what it could not read it says of the whole file anew."""
         self._is_doubtful = True
         return False
+
+    def damage_met(self) -> None:
+        """It is told of, and left to those who write."""
 
     def verify(self, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
         """See `Engine.verify`. What is found is looked at once more: it may just be mended."""

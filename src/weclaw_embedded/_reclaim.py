@@ -61,22 +61,30 @@ _INDEXED_BYTES: Final = 256  # and what one that has no row yet takes in the ind
 
 def take_step(engine: Engine, force: bool) -> float | None:
     """Free the oldest segment if nothing needs it. `force`: retention does not hold it. What can't
-    be read there, and the replica doesn't have, stays behind.
+    be read there, and the replica doesn't have, stays behind. While the replica can't be asked,
+    nothing that it may have is freed, not for a full disk either.
 
     Returns 0.0 when it was freed, so that another step may be worth it; the seconds until
-    retention lets go of it; None when that is not a matter of time.
+    retention, or the wait for the replica, lets go of it; None when that is not a matter of time.
     """
+    harmed = False
     for _ in range(_ROUNDS):
         try:
-            return engine.turn(step, force, False)
+            return engine.turn(step, force, harmed)
         except CorruptError as error:
-            if not engine.heal(error.offset, error.offset + 1):
-                break
-    return engine.turn(step, force, True)
+            engine.heal_met()
+            bits = engine.log.bits
+            segment = error.offset >> bits
+            harmed = not engine.heal(segment << bits, (segment + 1) << bits)
+            if engine.heal_pause_s() > 0:
+                return engine.heal_pause_s()
+    return UPKEEP_S  # it is healed over and over: whoever writes there is at it still
 
 
 def step(session: Session, force: bool, harmed: bool) -> float | None:
-    """One step in one turn. Raises CorruptError, unless what is `harmed` is to be left behind."""
+    """One step in one turn. Raises CorruptError, unless what is `harmed` is to be left behind; for
+    what a replica may have and was not asked for, in any case.
+    """
     log = session.log
     words = log.state.words
     segment = words[HEAD]
@@ -90,6 +98,8 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
         wait_s = _retained_s(session, segment, end)
         if wait_s != 0.0:
             return wait_s
+    for offset, reason in session.engine.unanswered(session, start, (segment + 1) << log.bits):
+        raise CorruptError(offset, reason)
     tx = session.tx
     if tx.forgotten_to < start:
         tx.drop_below(start)  # who let go of it died, or had no room, before that

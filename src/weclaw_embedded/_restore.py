@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from . import _clock, _files, _stream
 from ._copy import Copy, is_same_file, role_of
 from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
-from ._format import COPY, PRIMARY
+from ._file_options import recorded_replica
+from ._format import COPY, PRIMARY, FileHeader
 from ._healing import NOBODY, UnreachableError, complete, patience_of, replica_of
 from ._opening import IN_USE, Complete, check_path, is_new
 from ._options import StoreOptions
@@ -49,13 +51,19 @@ def restore_missing(path: str, options: StoreOptions) -> None:
 
 
 def end_of(path: str, options: StoreOptions) -> Complete | None:
-    """What gets back what the file at `path` lacks at its end; None without a replica."""
+    """What gets back what the file at `path` lacks at its end; None where no replica is wanted."""
     path = os.path.realpath(path)
-    address = replica_of(path, options)
-    if address is None:
-        return None
+    named = replica_of(path, options)
+    if named is None and options.chosen("replica"):
+        return None  # there is to be none
     patience_s = patience_of(options.replica_timeout)
-    return lambda fd, header: complete(path, fd, header, address, patience_s)
+
+    def get(fd: int, header: FileHeader, recorded: Mapping[str, Any]) -> bool:
+        # Where nothing is noted beside the file, the file says where it is.
+        address = named or recorded_replica(recorded, header)
+        return address is not None and complete(path, fd, header, address, patience_s)
+
+    return get
 
 
 def restore_damaged(path: str, options: StoreOptions, error: WeclawError) -> bool:

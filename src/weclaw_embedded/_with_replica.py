@@ -1,21 +1,19 @@
-"""What an engine has to do with its file's replica: what is promised it, and what it may heal.
+"""What an engine has to do with its file's replica: what is promised it.
 
-Role: the part of the engine that knows whether there is a replica and how far it is, takes part in
-feeding it, and asks it for what can't be read here. How it is fed is `_replication`'s, and what a
-turn is in a file that has one is `_replicated`'s.
+Role: the part of the engine that knows whether there is a replica and how far it is, and takes part
+in feeding it. How it is fed is `_replication`'s, what a turn is in a file that has one is
+`_replicated`'s, and asking it for what can't be read here is `_damage`'s.
 
-Invariant: no lock is held while the replica is waited for, or asked.
+Invariant: no lock is held while the replica is waited for.
 
 It must not know what travels between the two.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ._format import FENCED
 from ._opening import Opened
@@ -38,11 +36,6 @@ from .wal import COMMIT, TAIL
 if TYPE_CHECKING:
     from ._engine import Engine
 
-logger = logging.getLogger("weclaw_embedded")
-
-# How long a replica that could not be asked to heal something is left alone.
-HEAL_PAUSE_S: Final = 30.0
-
 
 class WithReplica:
     """What `Engine` inherits for a file that has a replica, or is one."""
@@ -54,7 +47,6 @@ class WithReplica:
     making: threading.Lock
     option: Callable[[str], Any]
     _adopted: list[StoreOptions]
-    _heal_again_s: float
     synced: int
 
     def replica_lag(self) -> int | None:
@@ -102,32 +94,6 @@ class WithReplica:
             from ._replicated import configure
 
             configure(cast("Engine", self))
-
-    def heal(self, start: int, end: int, replica: object = None, *, insist: bool = False) -> bool:
-        """Put what the replica has in the place of what can't be read between two offsets; True
-        when something can be read again. Blocks while the replica is asked, and holds no lock then.
-
-        One that can't be asked is not asked again for a while, except if `insist`: then that raises
-        StorageError.
-        """
-        from ._feeder import normal
-        from ._healing import UnreachableError, heal, patience_of, replica_of
-
-        chosen = self._adopted[-1] if self._adopted else None
-        address = normal(replica) or replica_of(self.path, chosen)
-        if address is None or (time.monotonic() < self._heal_again_s and not insist):
-            return False
-        try:
-            healed = heal(
-                cast("Engine", self), address, start, end, patience_of(self.replica_timeout)
-            )
-        except UnreachableError as error:
-            if insist:
-                raise
-            self._heal_again_s = time.monotonic() + HEAL_PAUSE_S
-            logger.warning("%s: damage is not healed: %s", self.path, error)
-            return False
-        return bool(healed)
 
     def take_part(self, replication: Any) -> bool:
         """Keep this as the process's part in feeding the replica; False if it has one."""

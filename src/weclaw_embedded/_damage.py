@@ -1,0 +1,167 @@
+"""What an open file was met damaged in, and who decides that it is healed: this room alone.
+
+Role: the part of the engine that asks the replica for what can't be read, wherever that is met: by
+recovery, while the index is folded, when a message is read, carried or repaired.
+
+What folding met was passed over: the index lacks what it said, and nobody asks for it any more. So
+it is noted in the index, and each engine asks the replica for what is noted, when it opens the file
+and whenever something more is. What could be healed is in the index once that is folded anew.
+
+Invariant: no segment is freed with something in it that a replica may still heal. It has said that
+it lacks it, or it has not been asked yet, or could not be: then the segment is kept (`unanswered`).
+
+It must not know what messages are, nor how a replica is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from ._feeder import Address, normal, read_record
+from ._session import ALL, Session
+from ._shared import IS_COPY, IS_FENCED, REPLICATION, SharedPage
+from ._wake import Timer
+from .errors import ClosedError, DiskFullError, FencedError, StoreFailedError
+from .wal import Log
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+logger = logging.getLogger("weclaw_embedded")
+
+# How long a replica that could not be asked to heal something is left alone.
+HEAL_PAUSE_S: Final = 30.0
+
+
+class Damage:
+    """What `Engine` inherits to heal what it meets."""
+
+    path: str
+    page: SharedPage
+    log: Log
+    directory: str
+    closed: bool
+    timer: Timer
+    execute: Callable[..., Any]
+    option: Callable[[str], Any]
+    chose: Callable[..., bool]
+    catch_up: Callable[..., None]
+    _adopted: list[Any]
+    # What the first handle names as the replica, until its options are adopted; False: none.
+    _named: object
+    # One thread at a time heals what was met; what that needs may lead it here again.
+    _healing: threading.RLock
+    # Offsets of what was met and no replica of these has.
+    _answered: set[int]
+    _answered_by: list[Address]
+    _heal_again_s: float  # before that (time.monotonic) the replica is not asked for bytes
+    _heal_is_due: bool
+
+    def replicas(self) -> list[Address]:
+        """Where what is damaged here may be whole: where the replica is, and, while a file is being
+        opened, where it is to be from now on.
+        """
+        if self.page.words[REPLICATION] & (IS_COPY | IS_FENCED):
+            return []  # what is there may only be looked at
+        known = normal(self.option("replica"))
+        if known is None and not self.chose("replica"):  # else there is to be none any more
+            known = read_record(self.directory)
+        if self._adopted or self._named is None:
+            return [] if known is None else [known]
+        named = normal(self._named)
+        if named is None:
+            return []
+        return [named] if known in (None, named) else [named, known]
+
+    def heal(self, start: int, end: int, *, insist: bool = False) -> bool:
+        """Put what the replica has in the place of what can't be read between two offsets; True
+        when something can be read again. Blocks while the replica is asked, and holds no lock then.
+
+        One that can't be asked is not asked again for a while, except if `insist`: then that raises
+        StorageError.
+        """
+        return self._ask([(start, end)], insist)
+
+    def _ask(self, spans: list[tuple[int, int]], insist: bool) -> bool:
+        from ._healing import UnreachableError, heal, patience_of
+
+        if self.heal_pause_s() > 0 and not insist:
+            return False
+        engine = cast("Engine", self)
+        is_healed = False
+        for address in self.replicas():
+            try:
+                patience_s = patience_of(engine.replica_timeout)
+                is_healed |= bool(heal(engine, address, spans, patience_s))
+            except (UnreachableError, DiskFullError) as error:
+                if insist:
+                    raise
+                self._heal_again_s = time.monotonic() + HEAL_PAUSE_S
+                logger.warning("%s: damage is not healed: %s", self.path, error)
+        return is_healed
+
+    def heal_pause_s(self) -> float:
+        """Seconds until a replica that could not be asked is asked again; 0.0 if there is none."""
+        return max(0.0, self._heal_again_s - time.monotonic())
+
+    def heal_met(self) -> None:
+        """Ask the replica for all that was passed over and that it was not asked for yet. Blocks as
+        `heal` does; one that can't be asked now is asked again later, by itself.
+        """
+        with self._healing:
+            while places := self.execute(_unanswered_places):
+                if self.heal_pause_s() > 0:
+                    self._heal_soon(self._heal_again_s)
+                    return
+                bits = self.log.bits
+                segments = sorted({place >> bits for place in places})
+                spans = [(n << bits, (n + 1) << bits) for n in segments]
+                if self._ask(spans, False):
+                    self.execute(_fold_anew)
+                if self.heal_pause_s() <= 0:
+                    self._answered.update(places)
+
+    def unanswered(self, session: Session, start: int, end: int) -> list[tuple[int, str]]:
+        """(offset, reason) of what was met between two offsets and the replica was not asked for,
+        or could not be. Called under the write lock.
+        """
+        met = [one for one in session.tx.damage() if start <= one[0] < end]
+        if not met:
+            return []
+        session.options()  # as they are now: to look for them takes the lock, which we have
+        replicas = self.replicas()
+        if replicas != self._answered_by:
+            self._answered, self._answered_by = set(), replicas
+        return [one for one in met if one[0] not in self._answered] if replicas else []
+
+    def damage_met(self) -> None:
+        """Something was passed over just now. Called under the write lock."""
+        self._heal_soon(0.0)
+
+    def _heal_soon(self, when_s: float) -> None:
+        if not self._heal_is_due:
+            self._heal_is_due = True
+            self.timer.call_at(when_s, self._heal_quietly)
+
+    def _heal_quietly(self) -> None:
+        self._heal_is_due = False
+        # Each of these every later call says.
+        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            if not self.closed:
+                self.heal_met()
+
+
+def _unanswered_places(session: Session) -> list[int]:
+    return [offset for offset, _ in session.engine.unanswered(session, 0, 1 << 63)]
+
+
+def _fold_anew(session: Session) -> None:
+    """What was passed over when the index was made is there now."""
+    session.tx.clear()
+    session.engine.catch_up(session.tx)
+    session.ready = session.settled = ALL
