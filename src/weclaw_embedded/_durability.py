@@ -22,6 +22,9 @@ from typing import Final
 from . import _files
 from ._options import StoreOptions
 from ._shared import (
+    DISK_FAILED,
+    FILE_MOVED,
+    SCRATCH_MOVED,
     FAILED,
     FEED_PIPE,
     FEEDER_SLEEPS,
@@ -39,6 +42,17 @@ logger = logging.getLogger("weclaw_embedded")
 
 # How long a frame waits for its sync before one who was only passing by does it.
 _LEFT_S: Final = 0.05
+
+
+_MOVED: Final = {
+    FILE_MOVED: "the file was deleted, moved or replaced while open",
+    SCRATCH_MOVED: "the scratch folder was deleted, moved or replaced while in use",
+}
+
+
+def failure_of(why: int) -> str:
+    """What has happened to the file, as far as the processes with it open tell each other."""
+    return _MOVED.get(why, "a write or sync failed in another process")
 
 
 class Durability:
@@ -255,16 +269,16 @@ class Durability:
 
     # -- failure ------------------------------------------------------------------------------
 
-    def fail(self, what: str) -> StoreFailedError:
+    def fail(self, what: str, why: int = DISK_FAILED) -> StoreFailedError:
         """Stop every process that has the file open; returns the error to raise."""
         self._failure = what
-        self.page.words[FAILED] = 1
+        self.page.words[FAILED] = self.page.words[FAILED] or why
         self.waker.wake_all()
         logger.error("%s: %s", self.path, what)
         return self._failed()
 
     def _failed(self) -> StoreFailedError:
-        what = self._failure or "a write or sync failed in another process"
+        what = self._failure or failure_of(self.page.words[FAILED])
         return StoreFailedError(
             f"{self.path}: {what}; everything confirmed before is safe, what was under way is in "
             "doubt; close the file in every process and open it again, then put again with the "
@@ -279,9 +293,9 @@ class Durability:
         except OSError:
             there = False
         if not there:
-            raise self.fail("the file was deleted, moved or replaced while open")
+            raise self.fail(_MOVED[FILE_MOVED], FILE_MOVED)
         if not self.page.is_in_place():
-            raise self.fail("the scratch folder was deleted, moved or replaced while in use")
+            raise self.fail(_MOVED[SCRATCH_MOVED], SCRATCH_MOVED)
 
     def _look_at_place(self) -> None:
         """The same where there is a reason to: the system has said so, or can't."""

@@ -71,6 +71,8 @@ RECEIVER: Final = LOCKS_AT + 2  # a replica's receiver and promote; shared: who 
 FEEDER: Final = LOCKS_AT + 3  # whoever feeds this file's replica
 OWNER: Final = LOCKS_AT + 16
 
+_MASK: Final = (1 << 64) - 1
+
 # How long two who came at once try again before the scratch folder counts as deleted.
 _PATIENCE_S: Final = 2.0
 
@@ -123,6 +125,7 @@ def open_shared(
     refuse_network(path)
     give_up_s = time.monotonic() + _PATIENCE_S
     while True:
+        refuse_left(path)
         if is_new(path):
             create(path, segment_bytes or default_segment_bytes)
             complete = None  # whoever made it has seen that there was nothing
@@ -205,6 +208,20 @@ def _kind(mode: int) -> str:
     return "a device"
 
 
+def refuse_left(path: str) -> None:
+    """Refuse a path whose file was taken away from processes that still have it open: they would go
+    on in one file, and the caller in another.
+    """
+    user = SharedPage.user_of(os.path.join(scratch_of(path), PAGE_NAME))
+    there = _current_identity(path)
+    if user is not None and user != (None if there is None else tuple(n & _MASK for n in there)):
+        raise LockedError(
+            f"{path} was moved, deleted or replaced while processes have it open; what they "
+            "confirmed is in the file they have, and nothing was made or touched here; move that "
+            "one back, or close them, and open it again"
+        )
+
+
 def refuse_network(path: str) -> None:
     if _files.is_network_file_system(os.path.dirname(path) or "."):
         raise StorageError(
@@ -256,6 +273,7 @@ def _open_fd(
         _files.lock(fd, IN_USE, False)
     if _current_identity(path) != _files.identity(fd):
         return None
+    refuse_left(path)
     directory = scratch_of(path)
     page = None if first else attach_page(directory, fd, header)
     if page is not None and not page.words[FAILED]:
@@ -317,6 +335,8 @@ def attach_page(
     if page.belongs_to(
         header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd)
     ):
+        if writable:
+            page.hold()
         return page
     page.close()
     return None

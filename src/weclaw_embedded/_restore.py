@@ -23,7 +23,7 @@ from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedEr
 from ._file_options import recorded_replica
 from ._format import COPY, PRIMARY, FileHeader
 from ._healing import NOBODY, UnreachableError, complete, patience_of, replica_of
-from ._opening import IN_USE, Complete, check_path, is_new
+from ._opening import IN_USE, Complete, check_path, is_new, refuse_left
 from ._options import StoreOptions
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
 from .errors import LockedError, NotAQueueError, StorageError, WeclawError
@@ -42,6 +42,7 @@ def restore_missing(path: str, options: StoreOptions) -> None:
     """
     path = os.path.realpath(path)
     check_path(path)  # a device and a pipe have no bytes either, and are not to be replaced
+    refuse_left(path)
     address = replica_of(path, options) if is_new(path) else None
     if address is not None:
         patience_s = patience_of(options.replica_timeout)

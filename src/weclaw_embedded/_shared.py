@@ -34,7 +34,7 @@ MAGIC = 16
 STORE_ID = 17  # two words
 BOOT_ID = 19  # two words
 SHIFT = 21  # queue time = boot time + SHIFT, microseconds, signed
-FAILED = 22  # 1 once a write or sync has failed
+FAILED = 22  # not 0 once nothing is promised any more: why, one of these
 SYNC_HIGH = 23  # end of the last frame that was promised a sync and holds a Put
 FIRST_SYNC = 24  # start of the first such frame not yet below the commit point
 DEAD_SEQ = 25  # changes whenever an owner is found dead
@@ -65,6 +65,8 @@ LEASES_SEQ = 49  # changes whenever leases of living processes were taken away
 INDEX_SEQ = 50  # changes before each commit of the index
 OWNERS_SEQ = 51  # changes whenever a slot gets or loses its owner
 INDEX_SYNCED = 52  # 1 when the index was on stable storage as it was found; commits come after it
+# Why nothing is promised any more.
+DISK_FAILED, FILE_MOVED, SCRATCH_MOVED = 1, 2, 3
 WORDS_BYTES: Final = 4096
 # What must outlive a page that is being made anew by one who dies over it: a magic, store id, boot
 # id, and the words of `replica_words`.
@@ -77,6 +79,8 @@ WANTED, SYNC_WANTED, IS_FENCED, IS_COPY = 1, 2, 4, 8
 # Beyond this many bytes a replica that is behind no longer keeps segments from being freed.
 PIN_BYTES: Final = 512 << 20
 
+# Locked, shared, by each process that works with the page; far past its end.
+_IN_USE: Final = 1 << 62
 _OWNER_WORDS: Final = 8  # token, ready mask, settled mask, pinned segment + 1, replica, group
 # As many puts as there may be waiters.
 EVERYBODY: Final = 1 << 32
@@ -132,7 +136,32 @@ class SharedPage(LogState):
             _files.match_owner_and_mode(path, like_fd)
         finally:
             _files.close(fd)
-        return SharedPage(path)
+        page = SharedPage(path)
+        page.hold()
+        return page
+
+    def hold(self) -> None:
+        """Have others see that it is in use, until it is closed."""
+        _files.lock(self._fd, _IN_USE, False)
+
+    @staticmethod
+    def user_of(path: str) -> tuple[int, ...] | None:
+        """The identity of the file that the page at `path` is of, if processes work with both now;
+        else None, also while the page is being made.
+        """
+        try:
+            fd = _files.open_ro(path)
+        except OSError:
+            return None
+        try:
+            if not _files.is_locked(fd, _IN_USE):
+                return None
+            words = _files.read_at(fd, WORDS_BYTES, 0)
+        finally:
+            _files.close(fd)
+        if len(words) < WORDS_BYTES or not struct.unpack_from("<Q", words, 8 * CHECKED)[0]:
+            return None
+        return struct.unpack_from("<3Q", words, 8 * LOG_DEVICE)
 
     def stamp(
         self, store_id: bytes, boot_id: bytes, identity: tuple[int, int, int], disk: int

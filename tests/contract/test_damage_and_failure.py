@@ -1065,3 +1065,74 @@ def test_a_get_that_finds_no_room_to_wait_says_so(path, monkeypatch, number, tol
             q.get(timeout=0.01)
         q.put("x")
         assert q.get().delivery_count == 1
+
+
+def put_when_told(pipe, path):
+    """A message, and then whatever it is told to put."""
+    q = weclaw.Queue(path)
+    q.put("kept")
+    pipe.send("open")
+    try:
+        while pipe.recv() == "put":
+            try:
+                q.put("more")
+                pipe.send("put")
+            except weclaw.StoreFailedError as error:
+                pipe.send(str(error))
+    except EOFError:
+        pass
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+@pytest.mark.parametrize("noticed", [False, True])
+def test_who_opens_a_file_that_was_taken_away_in_use_is_refused(path, tmp_path, how, noticed):
+    """Until those who have it open have closed, or died; no file is made meanwhile."""
+    with Child(put_when_told, path) as child:
+        assert child.hear() == "open"
+        kept = tmp_path / "kept.wq"
+        os.link(path, kept)
+        if how == "replaced":
+            with weclaw.Queue(tmp_path / "other.wq") as q:
+                q.put("of another queue")
+            os.replace(tmp_path / "other.wq", path)
+        else:
+            path.unlink()
+        if noticed:
+            child.say("put")
+            assert "moved" in child.hear()
+        before = path.read_bytes() if path.exists() else None
+        with pytest.raises(weclaw.LockedError, match="moved, deleted or replaced"):
+            weclaw.Queue(path)
+        assert (path.read_bytes() if path.exists() else None) == before
+        if how == "moved":
+            os.rename(kept, path)
+            if not noticed:
+                with weclaw.Queue(path) as q:
+                    assert q.qsize() == 1
+            child.kill()
+            with weclaw.Queue(path) as q:
+                assert [msg.body for msg in q.peek(3)] == ["kept"]
+            return
+        child.kill()
+    with weclaw.Queue(path) as q:
+        assert [msg.body for msg in q.peek(3)] == (
+            ["of another queue"] if how == "replaced" else []
+        )
+    shutil.rmtree(scratch(path))
+    with weclaw.Queue(kept) as q:
+        assert [msg.body for msg in q.peek(3)] == ["kept"]
+
+
+@pytest.mark.parametrize("what", ["file", "scratch"])
+def test_every_process_is_told_what_was_taken_away(path, tmp_path, what):
+    """Not only the one that notices it: the others don't speak of a write that failed."""
+    with Child(put_when_told, path) as one, Child(put_when_told, path) as two:
+        assert one.hear() == two.hear() == "open"
+        (path if what == "file" else scratch(path)).rename(tmp_path / "away")
+        for child in (one, two):
+            child.say("put")
+            said = child.hear()
+            assert (
+                f"the {'file' if what == 'file' else 'scratch folder'} was deleted, moved" in said
+            )
+            assert "failed" not in said
