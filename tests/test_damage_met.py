@@ -162,7 +162,8 @@ def test_whoever_opens_it_first_has_it_healed(
             check=True,
         )
     else:
-        assert weclawctl(verb, str(path)).returncode == 0
+        # verify writes nothing, so it leaves that to the next, and says that something is damaged.
+        assert weclawctl(verb, str(path)).returncode == (1 if verb == "verify" else 0)
     q = open_queue()
     assert drained(q) == list(range(COUNT))
     assert q.stats().damaged == 0

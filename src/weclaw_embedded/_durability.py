@@ -23,12 +23,12 @@ from . import _files
 from ._options import StoreOptions
 from ._shared import (
     DISK_FAILED,
-    FILE_MOVED,
-    SCRATCH_MOVED,
     FAILED,
     FEED_PIPE,
     FEEDER_SLEEPS,
+    FILE_MOVED,
     REPLICATION,
+    SCRATCH_MOVED,
     SYNC_HIGH,
     SYNC_WANTED,
     UNSEEN,

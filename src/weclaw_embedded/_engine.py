@@ -336,11 +336,15 @@ class Engine(
 
     def verify(self, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
         """Check all that is kept, and name what was set aside before, or was found damaged and made
-        good when the file was opened; in order, each once.
+        good when the file was opened; in order, each once: not a message beside the place in which
+        it stands.
         """
+        noted = self.execute(lambda session: session.tx.damage())
         found = dict(self.healed)
-        found.update(self.execute(lambda session: session.tx.damage()))
         found.update(self.log.verify(seen))
+        for offset, reason in noted:
+            if offset not in found and self.log.bad_place(offset) not in found:
+                found[offset] = reason
         return sorted(found.items())
 
     # -- the end ---------------------------------------------------------------------------------

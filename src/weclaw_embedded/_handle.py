@@ -222,7 +222,8 @@ class Handle:
             except (CorruptError, NoRecordError) as error:
                 if isinstance(error, CorruptError) and engine.heal(location, location + 1):
                     continue
-                self._run(_delivery.set_aside, offset, str(error))
+                reason = error.reason if isinstance(error, CorruptError) else str(error)
+                self._run(_delivery.set_aside, offset, reason)
                 return None
 
     def _tell_dead(self, offsets: Iterable[int]) -> None:

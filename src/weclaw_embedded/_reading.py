@@ -299,6 +299,28 @@ class Reading(Segments):
                 raise CorruptError(offset, reason)
         raise LookupError(f"no record begins at offset {offset}")
 
+    def bad_place(self, offset: int) -> int | None:
+        """The offset at which what can't be read begins that something at `offset` stood in; None
+        where all can be read, or is no longer kept.
+        """
+        if offset < self.head_offset:
+            return None
+        bad: list[int] = []
+        try:
+            for frame in self.frames(
+                self.boundary_before(offset),
+                self.state.words[TAIL],
+                on_damage=lambda place, _: bad.append(place),
+            ):
+                if frame[1] > offset:
+                    if frame[0] <= offset:
+                        return None
+                    break
+                bad.clear()
+        except LookupError:  # freed while we looked
+            return None
+        return max((place for place in bad if place <= offset), default=None)
+
     def time_of(self, offset: int) -> int:
         """The time (us) of the frame that the record at `offset` is in."""
         return self.read_with_time(offset)[1]

@@ -257,21 +257,17 @@ def verify(store: Store, update: Update) -> list[tuple[int, str]]:
     return store._engine.verify(_telling(update))
 
 
-def needed_at(store: Store, places: list[int]) -> int:
-    """How many messages some group still needs of those that stand in these places of the log,
-    which can't be read: nobody came upon them yet, so they are not set aside.
-    """
+def set_aside_in(store: Store, places: list[int]) -> int:
+    """How many messages are set aside of those that stand in these places, which can't be read."""
 
-    def look(session: Session) -> int:
-        log = session.log
-        found: set[int] = set()
-        for place in places:
-            for start, end, _ in _mend.unreadable(log, place, log.limit(place >> log.bits)):
-                if start == place:
-                    found.update(session.tx.live_in(start, end))
-        return len(found)
+    def look(session: Session) -> list[int]:
+        return [offset for offset, _ in session.tx.damage()]
 
-    return store._run(look)
+    found = set(places)
+    log = store._engine.log
+    return sum(
+        offset not in found and log.bad_place(offset) in found for offset in store._run(look)
+    )
 
 
 def backup(store: Store, path: str, update: Update) -> None:
@@ -291,8 +287,10 @@ class Gone(NamedTuple):
 
     offset: int
     reason: str
-    size_bytes: int
-    """0 where no message is gone: a header, of which there is another copy, or what is healed."""
+    size_bytes: int | None
+    """0 where no message is gone: a header, of which there is another copy, or what is healed. None
+    where that is not known any more: its segment was given back since.
+    """
     healed: bool
     """The replica had it: nothing is gone."""
     after: datetime | None
@@ -304,16 +302,20 @@ def repair(store: Store, update: Update) -> list[Gone]:
     """`Store.repair`, telling how far it is, and what was where it found something."""
     engine = store._writable()
     log = engine.log
-    places = {}
+    places: dict[int, int] = {}
     for start, end, _ in _mend.unreadable(log, log.head_offset, end_of_log(store)):
         places[start] = end - start
     around = _times_around(store, sorted(places))
+    noted = dict(store._run(lambda session: session.tx.damage()))
+    head = log.head_offset
     lost: dict[int, int] = {}
     found = []
     for offset, reason in _mend.repair(engine, _telling(update), lost):
         end = offset + places.get(offset, 0)
-        size = sum(n for start, n in lost.items() if offset <= start < end)
+        size: int | None = sum(n for start, n in lost.items() if offset <= start < end)
         healed = offset in places and not size
+        if offset < head and noted.get(offset) == reason:
+            size = None
         found.append(Gone(offset, reason, size, healed, *around.get(offset, (None, None))))
     return found
 

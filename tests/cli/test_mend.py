@@ -142,19 +142,86 @@ def test_verify_says_what_becomes_of_what_is_damaged(file: Path, ctl: Any) -> No
         q.put("a" * 300)
         q.put_many(["b" * 300, "c" * 300])
     damage(file, b"b" * 300)
-    said = ctl("verify", file, "--readonly")[1].splitlines()[-1]
-    assert said.startswith("1 fault; who writes sets aside what they hit when")
-    for _ in range(2):
-        said = ctl("verify", file)[1].splitlines()[-1]
-        assert said.startswith("1 fault; 2 messages will be set aside when come upon, or by")
+    for words in (["--readonly"], [], []):
+        said = ctl("verify", file, *words)[1].splitlines()[-1]
+        assert said.startswith("1 fault; what they hit is set aside when it is come upon, or by")
     with weclaw.Queue(file) as q:
         assert [q.get(block=False).body[0]] == ["a"]
         with pytest.raises(weclaw.Empty):
             q.get(block=False)
     said = ctl("verify", file)[1].splitlines()[-1]
-    assert said == "3 faults; what they hit is set aside, or was no longer needed; the rest flows"
+    assert said == "1 fault; 2 messages of what they hit set aside; the rest flows"
     ctl("repair", file, "--yes")
     assert ctl("verify", file)[1].startswith("good")
+
+
+@pytest.mark.parametrize("what", ["header", "end", "message"])
+def test_verify_writes_nothing(file: Path, ctl: Any, what: str) -> None:
+    """Neither where a copy of a header is damaged, nor where the end is torn; and it says so each
+    time anew.
+    """
+    with weclaw.Queue(file) as q:
+        for text in "abc":
+            q.put(text * 300)
+    shutil.rmtree(f"{file}.d")
+    data = bytearray(file.read_bytes())
+    if what == "header":
+        data[2048 + 30] ^= 1
+    elif what == "message":
+        data[data.index(b"b" * 300)] ^= 1
+    else:
+        at = data.index(b"c" * 300) + 100
+        data[at : at + 4000] = bytes(4000)
+    file.write_bytes(data)
+    said = [ctl("verify", file) for _ in range(2)]
+    assert said[0] == said[1]
+    assert said[0][0] == (0 if what == "end" else 1)
+    assert file.read_bytes() == data
+    assert not Path(f"{file}.d").exists()
+
+
+def test_damage_is_told_once_whoever_has_met_it(file: Path, js: Any, ctl: Any) -> None:
+    """A message that was set aside is not told of beside the place in which it stands."""
+    with weclaw.Queue(file) as q:
+        for text in "abcde":
+            q.put(text * 300)
+    damage(file, b"b" * 300)
+    damage(file, b"d" * 300)
+    before = js("verify", file, status=1)
+    assert len(before) == 2
+    assert len(js("peek", file)) == 3
+    assert js("verify", file, status=1) == before
+    assert [one["offset"] for one in js("repair", file, "--yes")] == [
+        one["offset"] for one in before
+    ]
+    assert js("verify", file) == []
+
+
+def test_repair_does_not_say_that_nothing_is_gone_when_it_does_not_know(
+    file: Path, js: Any, ctl: Any
+) -> None:
+    """The space in which the damage stood was used again before."""
+    with weclaw.Queue(file, segment_bytes=65536, retention=0) as q:
+        for text in "abc":
+            q.put(text * 300)
+    damage(file, b"b" * 300)
+    with weclaw.Queue(file) as q:
+        assert [msg.body[0] for msg in q.get_many(3)] == ["a", "c"]
+        q.purge()
+    with weclaw.Queue(file) as q:
+        while msgs := q.get_many(3, timeout=0.1) if q.qsize() else []:
+            for msg in msgs:
+                msg.ack()
+        while q._store._engine.first_offset() == 0:
+            q.put_many(["n" * 1000] * 50)
+            for msg in q.get_many(50):
+                msg.ack()
+        assert q.stats().damaged == 1
+    status, out, _ = ctl("repair", file, "--yes")
+    assert status == 0
+    assert "no message" not in out
+    assert "the space was used again since, and what stood there is not known any more" in out
+    assert js("verify", file) == []
 
 
 def test_verify_says_that_a_header_is_no_message(file: Path, ctl: Any) -> None:

@@ -31,12 +31,14 @@ _PATIENCE_S = 5.0
 @common.json_option
 @common.readonly_option
 def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int:
-    """Read all of FILE and check it. Writes nothing; ends with 1 if something is damaged.
+    """Read all of FILE and check it. Writes nothing, with --readonly or without; ends with 1 if
+    something is damaged.
 
     With --against also if COPY has other frames, or lacks some that FILE had at the start.
     """
+    del readonly  # opened otherwise a torn end would be cut, and a copy of a header mended
     with (
-        common.looking(file, readonly=readonly) as store,
+        common.looking(file, readonly=True) as store,
         common.progress_bar("verify", None, percent=True) as update,
     ):
         if against is None:
@@ -80,13 +82,10 @@ def _what_of(faults: list[tuple[int, str]], store: weclaw.Store) -> str:
     hits = [offset for offset, reason in faults if not _IN_HEADER.search(reason)]
     if not hits:
         return "no message is hit while the other copy of a header is whole; repair writes both"
-    if store.readonly:
-        return "who writes sets aside what they hit when it is come upon, the rest flows"
-    n = _survey.needed_at(store, hits)
+    n = _survey.set_aside_in(store, hits)
     if not n:
-        return "what they hit is set aside, or was no longer needed; the rest flows"
-    messages = common.count(n, "message")
-    return f"{messages} will be set aside when come upon, or by repair; the rest flows"
+        return "what they hit is set aside when it is come upon, or by repair; the rest flows"
+    return f"{common.count(n, 'message')} of what they hit set aside; the rest flows"
 
 
 def _compare(store: weclaw.Store, against: str) -> tuple[_survey.Comparison, int]:
@@ -133,19 +132,33 @@ def repair(file: str, yes: bool, as_json: bool) -> None:
     else:
         common.print_table(
             [("offset", "right"), ("bytes", "right"), "written between (UTC)", "reason"],
-            [(one.offset, one.size_bytes, _between(one), one.reason) for one in found],
+            [(one.offset, _bytes_of(one), _between(one), one.reason) for one in found],
         )
         healed = sum(one.healed for one in found)
         if healed:
             click.echo(f"{common.count(healed, 'place')} healed from the replica: nothing is gone")
         if healed == len(found):
             return
-        gone = sum(one.size_bytes for one in found)
+        gone = sum(one.size_bytes or 0 for one in found)
+        unknown = sum(one.size_bytes is None for one in found)
+        said = []
+        if gone or not unknown:
+            said.append(
+                f"the messages in {common.count(gone, 'byte')} are gone" if gone else "no message"
+            )
+        if unknown:
+            said.append(
+                f"of {common.count(unknown, 'place')} the space was used again since, and what "
+                "stood there is not known any more"
+            )
         click.echo(
-            f"{common.count(len(found) - healed, 'place')} set aside: "
-            + (f"the messages in {common.count(gone, 'byte')} are gone" if gone else "no message")
-            + "; all others are kept"
+            f"{common.count(len(found) - healed, 'place')} set aside: {', and '.join(said)}; all "
+            "others are kept"
         )
+
+
+def _bytes_of(place: _survey.Gone) -> str:
+    return "?" if place.size_bytes is None else str(place.size_bytes)
 
 
 def _between(place: _survey.Gone) -> str:
