@@ -310,6 +310,7 @@ def test_a_new_file_is_not_begun_while_its_replica_cannot_be_asked(
         with pytest.raises(weclaw.StorageError, match=r"can't be asked.*replica=False") as caught:
             open_queue(replica=NOBODY, sync_replica=sync)
         assert "nobody is there" in str(caught.value)
+        assert type(caught.value) is weclaw.StorageError  # a class that a user knows
         assert not path.exists()
     with pytest.raises(weclaw.StorageError, match="can't be started"):
         open_queue(replica=["/nowhere/at/all"], replica_timeout=60.0)
@@ -338,8 +339,9 @@ def test_damage_is_not_written_over_while_the_replica_cannot_be_asked(
     spoil(path, slot(0) + 3000, slot(0) + 9000)
     before = path.read_bytes()[slot(0) + SLOT_BYTES : slot(1)]
     q = closed(replica=NOBODY, sync_replica=False)
-    with pytest.raises(weclaw.StorageError, match="can't be asked"):
+    with pytest.raises(weclaw.StorageError, match="can't be asked") as caught:
         q._store.repair()
+    assert type(caught.value) is weclaw.StorageError
     assert len(q.peek(1000)) == COUNT - 2
     q.close()
     assert path.read_bytes()[slot(0) + SLOT_BYTES : slot(1)] == before

@@ -26,7 +26,7 @@ from ._feeder import Address, normal, read_record
 from ._session import ALL, Session
 from ._shared import IS_COPY, IS_FENCED, REPLICATION, SharedPage
 from ._wake import Timer
-from .errors import ClosedError, DiskFullError, FencedError, StoreFailedError
+from .errors import ClosedError, DiskFullError, FencedError, StorageError, StoreFailedError
 from .wal import Log
 
 if TYPE_CHECKING:
@@ -99,8 +99,14 @@ class Damage:
                 patience_s = patience_of(engine.replica_timeout)
                 is_healed |= bool(heal(engine, address, spans, patience_s))
             except (UnreachableError, DiskFullError) as error:
-                if insist:
+                if insist and isinstance(error, DiskFullError):
                     raise
+                if insist:
+                    raise StorageError(
+                        f"{self.path}: {error}; nothing was written over, because the replica may "
+                        "have what can't be read; try again when it can be reached, or give it up with "
+                        "replica=False"
+                    ) from None
                 self._heal_again_s = time.monotonic() + HEAL_PAUSE_S
                 logger.warning("%s: damage is not healed: %s", self.path, error)
         return is_healed

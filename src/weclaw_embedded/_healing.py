@@ -42,8 +42,8 @@ NOBODY: Final = Hello(bytes(16), 0, 0, 0)  # who only wants to see what is there
 _AT_ONCE: Final = 64 << 20  # bytes fetched before they are written
 
 
-class UnreachableError(StorageError):
-    """The replica can't be asked what it has."""
+class UnreachableError(Exception):
+    """The replica can't be asked what it has; internal, and a StorageError to who has asked."""
 
 
 def replica_of(path: str, options: StoreOptions | None) -> Address | None:
@@ -91,8 +91,11 @@ class _Here:
 
 
 def ask(address: Address, patience_s: float) -> State:
-    """What there is behind a command, whosever it is. Raises UnreachableError."""
-    source = _Away(address, NOBODY, patience_s)
+    """What there is behind a command, whosever it is. Raises StorageError."""
+    try:
+        source = _Away(address, NOBODY, patience_s)
+    except UnreachableError as error:
+        raise StorageError(str(error)) from None
     source.close()
     return source.state
 

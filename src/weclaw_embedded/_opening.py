@@ -164,6 +164,11 @@ def typed_errors(path: str) -> Iterator[None]:
             advice = "choose a name of at most 200 bytes"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             advice = "open it as its owner, or, if it may be read, with readonly=True"
+            if not os.path.lexists(path):
+                advice = (
+                    "there is no such file, and none can be made in its folder: choose another "
+                    "place, or do it as who may write there"
+                )
         raise StorageError(
             f"opening {path} failed: {error.strerror or error}; nothing was changed; {advice}"
         ) from error

@@ -22,7 +22,7 @@ from ._copy import Copy, is_same_file, role_of
 from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._file_options import recorded_replica
 from ._format import COPY, PRIMARY, FileHeader
-from ._healing import NOBODY, UnreachableError, complete, patience_of, replica_of
+from ._healing import NOBODY, complete, patience_of, replica_of
 from ._opening import IN_USE, Complete, check_path, is_new, refuse_left
 from ._options import StoreOptions
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
@@ -109,7 +109,7 @@ def _restore(path: str, address: Address, why: str, patience_s: float) -> bool:
         if isinstance(address, str) and (is_new(address) or is_same_file(address, path)):
             return False  # that replica is still to be made
     except OSError as error:
-        raise UnreachableError(
+        raise StorageError(
             f"{path} {why}, and whether its replica has data can't be seen: {error}; nothing was "
             "made; name another place for the replica, or begin with replica=False"
         ) from None
@@ -128,7 +128,7 @@ def _restore(path: str, address: Address, why: str, patience_s: float) -> bool:
                 ) from None
         except (LinkDownError, StreamError) as error:
             if time.monotonic() + pause_s >= until_s or isinstance(error, NotStartedError):
-                raise UnreachableError(
+                raise StorageError(
                     f"{path} {why}, and its replica {describe(address)}, which may have its data, "
                     f"can't be asked: {error}; nothing was made; open it when the replica can be "
                     "reached, or once with replica=False to begin anew, if it never had data"

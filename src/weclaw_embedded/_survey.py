@@ -403,21 +403,24 @@ def compare(store: Store, other: Store, until: int) -> Comparison:
 
 
 def _frames(store: Store, start: int, stop: int) -> Iterator[tuple[int, str, Any]]:
-    """(offset, reason, contents) of each frame, or of each place that holds none."""
+    """(offset, reason, contents) of each frame, or each place that holds none, up to `stop`."""
     log = store._engine.log
     bad: list[tuple[int, str]] = []
     at = start
+    last = max(stop, end(store))  # a frame that begins before may end behind
     while at < stop:
         try:
             for frame in log.frames(
-                log.boundary_before(at), stop, on_damage=lambda *where: bad.append(where)
+                log.boundary_before(at), last, on_damage=lambda *where: bad.append(where)
             ):
-                yield from ((offset, reason, None) for offset, reason in bad)
+                yield from ((offset, reason, None) for offset, reason in bad if offset < stop)
                 bad.clear()
+                if frame[0] >= stop:
+                    return
                 if frame[0] >= at:
                     yield frame[0], "", tuple(frame[1:])
                 at = max(at, frame[1])
             break
         except (LookupError, CorruptError):
             at = max(at + 1, log.head_offset)
-    yield from ((offset, reason, None) for offset, reason in bad)
+    yield from ((offset, reason, None) for offset, reason in bad if offset < stop)

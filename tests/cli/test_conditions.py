@@ -282,3 +282,18 @@ def test_a_name_that_begins_with_a_dash_or_is_a_link(
     link.symlink_to(file)
     assert ctl("stats", "--", link.name)[0] == 0
     assert ctl("dlq", "show", "--", link.name, letter)[0] == 0
+
+
+def test_a_new_file_where_nothing_can_be_written_is_not_said_to_be_unreadable(
+    tmp_path: Path, ctl: Any
+) -> None:
+    """There is none: it can't be made there."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    with read_only(folder, tmp_path / "there") as there:
+        status, _, err = ctl("put", there / "new.wq", '"x"')
+        assert status == 1
+        assert "does not exist and can't be made" in err
+        assert "can't be read" not in err
+        with pytest.raises(weclaw.StorageError, match="there is no such file, and none can be"):
+            weclaw.Queue(there / "new.wq")

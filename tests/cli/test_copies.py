@@ -60,6 +60,7 @@ def test_a_copy_is_promoted_and_the_other_is_refused(
     assert status == 1
     assert "the copy was promoted (epoch 2)" in out
     assert "never promote" not in out
+    assert "doesn't fit" not in out
     assert "promoted over it" in ctl("stats", file)[1]
     assert max(map(len, ctl("stats", file)[1].splitlines())) <= 80
     checks = js("health", file, status=1)["checks"]

@@ -261,6 +261,11 @@ def fail_if_not_ours(file: str, error: weclaw.StorageError) -> None:
     """Say what still works, if `error` comes of that we may not read or write."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno in _NOT_OURS:
+        if not os.path.lexists(file):
+            fail(
+                f"{plain(file)} does not exist and can't be made ({cause.strerror}); nothing was "
+                "changed; check the path, or do this as who may write in that folder"
+            )
         if not os.access(file, os.R_OK):
             fail(
                 f"{plain(file)} can't be read ({cause.strerror}); nothing was changed; do this as "
