@@ -104,8 +104,8 @@ class Damage:
                 if insist:
                     raise StorageError(
                         f"{self.path}: {error}; nothing was written over, because the replica may "
-                        "have what can't be read; try again when it can be reached, or give it up with "
-                        "replica=False"
+                        "have what can't be read; try again when it can be reached, or give it up "
+                        "with replica=False"
                     ) from None
                 self._heal_again_s = time.monotonic() + HEAL_PAUSE_S
                 logger.warning("%s: damage is not healed: %s", self.path, error)
