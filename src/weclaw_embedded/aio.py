@@ -62,6 +62,10 @@ class Queue(StandIn[T]):
     takes (by default what MessagePack can give back equal). One that can't be decoded goes to the
     dead letters. `close()` is not needed, but gives the file back at once.
 
+    An item is done with `task_done()`: what a program never says that of, it gets again at each
+    start, and the file keeps it. What comes back is a copy, not the same object; and this is no
+    subclass of `asyncio.Queue`.
+
     Args:
         maxsize: How many items may wait before `put` does; 0 or less: any number.
         path: The file.

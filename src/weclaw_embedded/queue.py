@@ -99,8 +99,8 @@ class Queue(Asking):
         topic: Which messages; topics of a file share nothing but the file.
         group: Each group gets every message of the topic; its consumers share them.
         maxsize: `put` waits while so many messages are ready or delayed in this group; 0: no limit.
-        visibility_timeout: Seconds a lease lasts by default; None: until settled or the process
-            dies.
+        visibility_timeout: Seconds a lease lasts, by default 60; None: until settled or the process
+            dies. It is renewed in `with msg` and in workers only.
         retry: What happens after failed deliveries.
         on_dead: Called with each `DeadLetter` that this process makes of this queue, in whatever
             thread; `close` waits until it has been, the end of the interpreter 5 seconds at most.
@@ -216,7 +216,8 @@ class Queue(Asking):
                 aware datetime; or whatever `codec` takes. What is a subclass of one of these (an
                 Enum of str, a namedtuple, an OrderedDict) comes back as the plain value that it
                 is equal to, or is refused where it is equal to none.
-            id: Makes the put idempotent: while a message of this id is kept, nothing is stored.
+            id: Makes the put idempotent: while a message of this id is kept (also settled, for at
+                least `retention`), nothing is stored. What recurs needs a date in its id.
                 It is kept while it waits, is leased or is dead, and once settled for `retention`
                 (within `retention_bytes`) and until its space is reused, so for a while even where
                 retention is 0. What is to be put again each day has the day in its id.

@@ -456,3 +456,12 @@ def test_a_reader_that_has_seen_enough(file: Path) -> None:
     with child.stderr:
         assert child.stderr.read() == ""
     child.wait(timeout=30)
+
+
+def test_a_table_in_a_pipe_begins_with_its_heading(file: Path, ctl: Any) -> None:
+    """Not with a line of blanks."""
+    kill_letters(file, 1)
+    with weclaw.Queue(file) as q:
+        q.put(1)
+    for words in (("stats", file), ("peek", file), ("dlq", "list", file)):
+        assert ctl(*words)[1].splitlines()[0].split()[0] in ("topic", "id")

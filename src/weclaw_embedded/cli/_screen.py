@@ -167,6 +167,7 @@ def print_table(
         title_style="bold",
         header_style="bold",
         box=SIMPLE_HEAD,
+        show_edge=False,  # else a table begins with a line of blanks
         pad_edge=False,
     )
     out = console()

@@ -113,7 +113,11 @@ def dlq() -> None:
 @dlq.command("list")
 @common.file_argument
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=1000, show_default=True)
-@click.option("--by-reason", is_flag=True, help="Only how many there are of each reason.")
+@click.option(
+    "--by-reason",
+    is_flag=True,
+    help="Only how many there are of each reason, whatever numbers it has.",
+)
 @_filters
 @common.topic_option
 @common.group_option

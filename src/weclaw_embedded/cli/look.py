@@ -300,6 +300,7 @@ def peek(
                 for one in found
             ],
         )
+        click.echo()
         bodies = [
             (one["id"], common.excerpt(one.get("body_error", one["body"]), 120)) for one in found
         ]
