@@ -150,7 +150,7 @@ def test_verify_says_what_becomes_of_what_is_damaged(file: Path, ctl: Any) -> No
         with pytest.raises(weclaw.Empty):
             q.get(block=False)
     said = ctl("verify", file)[1].splitlines()[-1]
-    assert said == "1 fault; 2 messages of what they hit set aside; the rest flows"
+    assert said == "1 fault; 2 messages that they hit are set aside; the rest flows"
     ctl("repair", file, "--yes")
     assert ctl("verify", file)[1].startswith("good")
 

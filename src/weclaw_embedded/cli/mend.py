@@ -85,7 +85,8 @@ def _what_of(faults: list[tuple[int, str]], store: weclaw.Store) -> str:
     n = _survey.set_aside_in(store, hits)
     if not n:
         return "what they hit is set aside when it is come upon, or by repair; the rest flows"
-    return f"{common.count(n, 'message')} of what they hit set aside; the rest flows"
+    is_are = "is" if n == 1 else "are"
+    return f"{common.count(n, 'message')} that they hit {is_are} set aside; the rest flows"
 
 
 def _compare(store: weclaw.Store, against: str) -> tuple[_survey.Comparison, int]:
