@@ -140,15 +140,16 @@ def test_the_options_are_those_of_the_table_in_the_code() -> None:
     assert told == wanted
 
 
-def test_open_explains_every_option() -> None:
-    """help(weclaw.open) is where they are looked for first."""
-    text = inspect.getdoc(weclaw.open) or ""
-    told = set(re.findall(r"^    (\w+): ", text, re.MULTILINE))
-    assert told >= {one.name for one in _options._STORE}
-    for one in _options._STORE:
-        assert re.search(rf"^    {one.name}: (?:.|\n(?!    \w))*[Dd]efault", text, re.MULTILINE), (
-            one
-        )
+@pytest.mark.parametrize(
+    ("what", "table"), [(weclaw.open, _options._STORE), (weclaw.Queue, _options._QUEUE)]
+)
+def test_help_explains_every_option_with_its_default(what: Any, table: Any) -> None:
+    """It is where they are looked for first."""
+    text = inspect.getdoc(what) or ""
+    for one in table:
+        told = re.search(rf"^    {one.name}: (?:.|\n(?!    \w))*", text, re.MULTILINE)
+        assert told, one.name
+        assert "default" in told[0], one.name
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -96,17 +96,22 @@ class Queue(Asking):
 
     Args:
         path: The file. What lies beside it (`path` + ".d") is scratch.
-        topic: Which messages; topics of a file share nothing but the file.
-        group: Each group gets every message of the topic; its consumers share them.
-        maxsize: `put` waits while so many messages are ready or delayed in this group; 0: no limit.
+        topic: Which messages, by default "default"; topics of a file share nothing but the file.
+        group: Each group (by default "default") gets every message of the topic; its consumers
+            share them.
+        maxsize: `put` waits while so many messages are ready or delayed in this group; 0 (the
+            default): no limit.
         visibility_timeout: Seconds a lease lasts, by default 60; None: until settled or the process
             dies. It is renewed in `with msg` and in workers only.
-        retry: What happens after failed deliveries.
-        on_dead: Called with each `DeadLetter` that this process makes of this queue, in whatever
-            thread; `close` waits until it has been, the end of the interpreter 5 seconds at most.
+        retry: What happens after failed deliveries, by default `RetryPolicy()`: again after 5, 10
+            and 20 s, then dead.
+        on_dead: By default nothing is called. Called with each `DeadLetter` that this process makes
+            of this queue, in whatever thread; `close` waits until it has been, the end of the
+            interpreter 5 seconds at most.
         start: Where the group begins if it does not exist: "earliest" (default, on first get),
             "latest" or an offset; given explicitly, the group begins now.
-        **options: Those of `weclaw_embedded.open`.
+        **options: Those of `weclaw_embedded.open`, which has them with their defaults: `flush`,
+            `retention`, `max_bytes`, `codec`, `replica`, `readonly` and more.
 
     Raises:
         ValueError, TypeError: bad options; no file was made.
