@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _delivery, _queries, _registry
+from . import _delivery, _queries, _registry, _settling
 from ._delivery import Address
 from ._engine import Engine
 from ._message import Content, Place
@@ -202,7 +202,9 @@ class Handle:
         return _delivery.place(session, offset)
 
     def _read(self, offset: int, location: int, salt: int) -> Content | None:
-        """The message itself; None when it is gone, or damaged, which sets it aside."""
+        """The message itself; None when it is gone, or damaged, which sets it aside, or puts it off
+        while a replica that may have it can't be asked.
+        """
         engine = self._engine
         while True:
             try:
@@ -222,6 +224,11 @@ class Handle:
             except (CorruptError, NoRecordError) as error:
                 if isinstance(error, CorruptError) and engine.heal(location, location + 1):
                     continue
+                wait_s = engine.heal_pause_s() if isinstance(error, CorruptError) else 0.0
+                if wait_s > 0:
+                    # The replica may have it, and can't be asked now: it is not set aside for good.
+                    self._run(_settling.put_off, offset, wait_s)
+                    return None
                 reason = error.reason if isinstance(error, CorruptError) else str(error)
                 self._run(_delivery.set_aside, offset, reason)
                 return None

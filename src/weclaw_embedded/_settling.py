@@ -6,6 +6,7 @@ anything up: before its deadline, and under the lock, nobody else can have the l
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from . import _clock, _records
@@ -163,6 +164,28 @@ def release(session: Session, lease: Lease, undo: bool = False) -> None:
     )
     end(session, lease, record)
     session.ready |= lease.mask
+
+
+def put_off(session: Session, offset: int, wait_s: float) -> None:
+    """What this process has leased of a message that can't be read now goes back, uncounted, for so
+    long. Nobody has seen it.
+    """
+    if not session.may_write:
+        return
+    due_us = session.now_us + int(wait_s * 1e6)
+    for lease in [lease for lease in session.engine.held if lease.offset == offset]:
+        record = _records.pack_return(
+            lease.gid,
+            lease.offset,
+            NACK,
+            due_us=due_us,
+            delivery=lease.delivery - 1,
+            retry=lease.retry,
+            crash=lease.crash,
+        )
+        with contextlib.suppress(LeaseLostError):  # it has run out: then others judge it
+            end(session, lease, record)
+        session.ready |= lease.mask
 
 
 def extend(session: Session, lease: Lease, seconds: float | None) -> None:
