@@ -57,7 +57,7 @@ def test_looking_alone_changes_nothing(name: str, tmp_path: Path) -> None:
 
 def test_what_is_torn_or_damaged_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A torn tail and a flipped byte are reported with the file and the place, and only once."""
-    for name, words in (("torn", "were cut"), ("flipped", "damage at offset")):
+    for name, words in (("torn", "was cut"), ("flipped", "damage at offset")):
         path = golden.unpack(name, tmp_path)
         with caplog.at_level(logging.INFO, "weclaw_embedded"), weclaw.Queue(path):
             pass
