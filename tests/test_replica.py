@@ -43,6 +43,7 @@ from weclaw_embedded import (
     _wake,
     replica,
 )
+from weclaw_embedded.wal import TAIL
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -294,6 +295,58 @@ def test_waiting_puts_share_a_round(
         thread.join()
     assert len(rounds) < 48
     assert q.qsize() == 129
+
+
+def test_who_waits_for_the_replica_keeps_no_thread_from_its_turn(
+    open_queue: Callable[..., Any], copy: Path
+) -> None:
+    """What other threads put meanwhile is written long before his time is over, and each is told
+    when the replica has it."""
+    q = open_queue(replica=copy, replica_timeout=60.0)
+    q.put(0)
+    pid = send_signal(copy, signal.SIGSTOP)
+    ids: list[str] = []
+    threads = [
+        threading.Thread(target=lambda n=n: ids.append(q.put(n)))  # type: ignore[misc]
+        for n in range(1, 9)
+    ]
+    words = q._engine.page.words
+    for thread in threads:
+        before = words[TAIL]
+        thread.start()
+        eventually(lambda before=before: words[TAIL] > before, 30)
+    assert not ids
+    os.kill(pid, signal.SIGCONT)
+    for thread in threads:
+        thread.join()
+    assert len(set(ids)) == 8
+    assert sorted(bodies(copy)) == list(range(9))
+
+
+def test_threads_whose_puts_the_replica_does_not_confirm_are_told_each(
+    open_queue: Callable[..., Any], copy: Path
+) -> None:
+    """They share a turn and a wait, and every put of theirs is taken back."""
+    q = _impatient(open_queue, copy)
+    pid = send_signal(copy, signal.SIGSTOP)
+    told: list[Exception] = []
+
+    def put(n: int) -> None:
+        try:
+            q.put(n)
+        except weclaw.ReplicaUnavailableError as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=put, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 8
+    assert all("taken back" in str(error) for error in told)
+    os.kill(pid, signal.SIGCONT)
+    level(q)
+    assert [msg.body for msg in q.peek(20)] == ["first"]
 
 
 def test_ctrl_c_at_the_beginning_of_a_round_leaves_it_to_the_others(

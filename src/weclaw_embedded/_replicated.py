@@ -96,13 +96,13 @@ class ReplicatedSession(Session):
                 self.page.await_replica(self.engine.slot, end)
         super().finish()
 
-    def confirm(self, until: int, puts: list[int] | None) -> None:
+    def confirm(self, until: int, puts: list[int] | None, until_s: float = 0.0) -> None:
         """Wait for the replica as one call must: a put is taken back when that takes too long, and
         what settles is done all the same. Raises ReplicaUnavailableError, StoreFailedError.
         """
         engine = self.engine
         timeout_s = engine.replica_timeout
-        if not wait(engine, until, time.monotonic() + timeout_s):
+        if not wait(engine, until, until_s or time.monotonic() + timeout_s):
             if puts is None:
                 logger.warning(
                     "%s: the replica did not confirm within %s s; what was settled is settled here",

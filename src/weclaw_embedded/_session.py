@@ -115,8 +115,10 @@ class Session:
     def check_writable(self) -> None:
         """Raise when nothing can be written here any more: what is waited for would never come."""
 
-    def confirm(self, until: int, puts: list[int] | None) -> None:
-        """Wait for the replica, if there is one that is waited for; `puts` from `take_puts`."""
+    def confirm(self, until: int, puts: list[int] | None, until_s: float = 0.0) -> None:
+        """Wait for the replica, if there is one that is waited for; `puts` from `take_puts`. Not
+        longer than `until_s` (time.monotonic), which is 0 for who waits from now on.
+        """
 
     def take_puts(self) -> list[int] | None:
         """What the operation put, if that has to be taken back when a replica does not confirm."""
@@ -277,9 +279,11 @@ class Job:
     must_sync = False
     puts: list[int] | None = None  # to be taken back if the replica does not confirm
     session: Session | None = None  # the turn it was run in, if there is a replica
+    until_s = 0.0  # how long it may wait for the replica (time.monotonic), if it waits already
     tail: int | None = None  # what must be synced for it, once it was run by another thread
     leads = False  # whether its thread is to run what others want, too
     wakes: list[Job] | None = None  # whom its thread wakes when it is woken
+    passes_on = False  # whether its thread lets the next one lead when it is woken
 
     def __init__(self, operation: Callable[..., Any], *args: Any) -> None:
         self.operation = operation

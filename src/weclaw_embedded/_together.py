@@ -4,7 +4,9 @@ Role: the part of the engine that runs several operations with one lock of the f
 transaction of the index and one sync. The first thread to come leads: it does its own at once, and
 who comes meanwhile waits. When it is done, the first of those leads: it runs what all of them want,
 and they are woken when it is durable. So each is woken once, and only for what it waits for; waking
-a thread costs more than all else that a put does.
+a thread costs more than all else that a put does. The last one to be woken lets the next one lead:
+those who were woken before him are back by then, and share a turn with those who waited instead of
+having one each in turns.
 
 Invariant: nobody waits for a leader that is gone. The main thread, which Ctrl-C and the handlers of
 signals interrupt anywhere, neither leads nor follows.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar, cast
@@ -30,6 +33,8 @@ Args = TypeVarTuple("Args")
 
 # Operations of other threads that one runs with his own.
 _MOST_JOBS: Final = 64
+# Nobody is kept for longer from his turn by one who leads and waits for the replica.
+_HOLD_S: Final = 0.1
 
 
 _main_thread = threading.main_thread().ident
@@ -62,8 +67,12 @@ class Together:
     _lead_lock: threading.Lock  # guards the next two
     _led: bool
     _waiting: deque[Job]
+    on_replica: Callable[[int, float], bool]
 
     if TYPE_CHECKING:
+
+        @property
+        def replica_timeout(self) -> float: ...
 
         def execute(
             self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
@@ -77,8 +86,7 @@ class Together:
         self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
     ) -> T:
         """`execute`, for what many threads do at once: run and synced with what they want."""
-        # Nobody waits here for another's replica: each call has its own time for that.
-        if self.page.words[REPLICATION] or threading.get_ident() == _main_thread:
+        if threading.get_ident() == _main_thread:
             return self.execute(operation, *args)
         job = None
         with self._lead_lock:
@@ -86,14 +94,21 @@ class Together:
                 job = Job(operation, *args)
                 job.turn.acquire()
                 self._waiting.append(job)
+            elif self.page.words[REPLICATION]:
+                # `execute` would wait for the replica, and lead for as long as that takes.
+                job = Job(operation, *args)
+                job.leads = True
             self._led = True
         if job is None:
             try:
                 return self.execute(operation, *args)
             finally:
-                self._pass_on([])
-        job.turn.acquire()  # until it is done, or this thread is to lead
-        _wake(job.wakes)
+                self._pass_on()
+        if not job.leads:
+            job.turn.acquire()  # until it is done, or this thread is to lead
+            _wake(job.wakes)
+            if job.passes_on:
+                self._pass_on()
         if job.leads:
             self._lead(job)
         if job.tail is None or isinstance(job.error, DiskFullError):
@@ -103,7 +118,7 @@ class Together:
         if job.must_sync:
             self.durable(job.tail)
             if job.session is not None:
-                job.session.confirm(job.tail, job.puts)
+                job.session.confirm(job.tail, job.puts, job.until_s)
         return cast(T, job.result)
 
     def _lead(self, job: Job) -> None:
@@ -114,21 +129,37 @@ class Together:
             n = min(len(self._waiting), _MOST_JOBS)
             others = [self._waiting.popleft() for _ in range(n)]
         jobs = [job, *others]
+        leads = True
         try:
             tail = self._turn_of(jobs)
             for done in jobs:
                 done.tail = tail
-            if any(done.must_sync for done in jobs):
+            promised = [done for done in jobs if done.must_sync]
+            if promised:
                 self.durable(tail)
+                if promised[0].session is not None:
+                    now_s = time.monotonic()
+                    until_s = now_s + self.replica_timeout
+                    for done in promised:
+                        done.until_s = until_s
+                    if not self.on_replica(tail, min(until_s, now_s + _HOLD_S)):
+                        leads = False
+                        self._pass_on()
+                        self.on_replica(tail, until_s)
         except Exception:
             # One of the others may be the reason: each sees for himself.
             if not others:
                 raise
         finally:
-            self._pass_on(others)
+            if leads:
+                if others:
+                    others[0].passes_on = True  # who is woken last
+                else:
+                    self._pass_on()
+            _wake(others)
 
-    def _pass_on(self, done: list[Job]) -> None:
-        """Let the first of those who came meanwhile lead, and wake those whose jobs are done."""
+    def _pass_on(self) -> None:
+        """Let the first of those who came meanwhile lead."""
         following = None
         with self._lead_lock:
             self._led = bool(self._waiting)
@@ -137,7 +168,6 @@ class Together:
         if following is not None:
             following.leads = True
             following.turn.release()
-        _wake(done)
 
     def execute_many(self, jobs: Sequence[Job]) -> int:
         """Run several operations in one turn: one write, one index transaction. Each gets its own
