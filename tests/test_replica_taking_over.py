@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helpers.processes import Child
-from tests.replica_tools import eventually, kill_receiver, level
+from tests.replica_tools import eventually, kill_receiver, level, same
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import replica
@@ -66,6 +67,43 @@ def test_what_the_dead_feeder_knew_and_had_not_said_is_confirmed(path: Path, cop
             assert feeder.wait() == -signal.SIGKILL
             assert q.get(timeout=20).body == "second"
             assert producer.hear()[0] == "put"
+
+
+def send_and_die(pipe, path, copy):
+    from weclaw_embedded import _replication
+
+    q = weclaw.Queue(path, replica=copy)
+    q.put("first")
+    pipe.send("feeds")
+    pipe.recv()
+    send = _replication.Replication.send
+
+    def die(replication, target):
+        send(replication, target)
+        link = replication._link
+        while link.acked < target:
+            link.pump(target, 0, time.monotonic() + 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _replication.Replication.send = die
+    q.put("second")
+
+
+def test_what_was_sent_before_its_feeder_died_is_gone_on_with(
+    path: Path, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The copy has what was synced, and the feeder dies before it has raised the commit point to
+    that: whoever feeds next finds that it is ours, and refuses nothing."""
+    with Child(send_and_die, str(path), str(copy)) as feeder:
+        assert feeder.hear() == "feeds"
+        with weclaw.Queue(path) as q:
+            feeder.say("die")
+            assert feeder.wait() == -signal.SIGKILL
+            assert [q.get(timeout=20).body for _ in range(2)] == ["first", "second"]
+            q.put("third")
+            level(q)
+    assert same(path, copy) >= 3
+    assert not [one for one in caplog.messages if "refuses" in one]
 
 
 def wait_for_what_never_comes(pipe, path, what):

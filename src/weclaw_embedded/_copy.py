@@ -342,11 +342,11 @@ class Copy:
         log = self.log
         words = log.state.words
         segment = offset >> log.bits
-        if self.empty or offset != words[TAIL] or offset + len(data) > log.limit(segment):
+        end = offset + len(data)
+        if self.empty or offset != words[TAIL] or end > log.limit(segment):
             raise StreamError(f"bytes for offset {offset} came, but the copy ends elsewhere")
-        shift, _ = log.place(segment)
-        _files.write_at(self.fd, [data], offset + shift)
-        words[TAIL] = offset + len(data)
+        _files.write_at(self.fd, (data,), offset + log.place(segment)[0])
+        words[TAIL] = end
 
     def sync(self) -> None:
         """All of it is on stable storage, and in its place, when this returns. Raises StorageError

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from . import _files
 from ._options import StoreOptions
@@ -65,6 +65,7 @@ class Durability:
     closed: bool
     waker: Waker
     timer: Timer
+    replication: Any
     wake: Callable[[Sequence[int], bytes], None]
     _lock: threading.Lock
     _lock_file: Callable[[], object]
@@ -153,6 +154,8 @@ class Durability:
         target = words[TAIL]
         self._unsynced = 0
         self.sync_file()
+        if self.replication is not None:
+            self.replication.send(target)
         pokes: Sequence[int] = ()
         with self._lock:
             if self.closed:

@@ -6,7 +6,7 @@ yet stays in the file: only one message at a time is in memory, however far the 
 
 Invariants:
 
-* Only what the primary has synced is sent: never past the target, which is a commit point.
+* Only what the primary has synced is sent: never past the target, before which all is.
 * The head is sent after everything that was durable when the primary recorded it.
 * A segment freed while it was read is noticed after the read: nothing of it is sent.
 
@@ -293,7 +293,7 @@ class Link:
         self._whole = False  # the copy is in its place
         self.head = 0  # the last head sent
         self.is_greeted = False
-        self._waited_since_s = time.monotonic()
+        self._waited_since_s = 0.0  # when it was first seen that it has not answered; 0: it has
 
     def greet(self, commit: int) -> bool:
         """Find out what the receiver has and where to go on; True when the copy is made anew."""
@@ -338,26 +338,40 @@ class Link:
             "another place for the replica",
         )
 
+    def send(self, target: int, announced: int = 0) -> None:
+        """Send of what `pump` does as much as goes now. Raises what that does."""
+        channel = self.channel
+        while channel.is_writable:
+            if self.sent < target:
+                self._send_log(self.sent, target)
+            elif self.asked < target:
+                channel.send(_stream.SYNC, _stream.pack_offset(self.sent))
+                self.asked = self._asked_at = self.sent
+            elif self.head < announced:
+                channel.send(_stream.HEAD, _stream.pack_offset(announced))
+                self.head = announced
+            else:
+                return
+
     def pump(self, target: int, announced: int, until_s: float) -> bool:
-        """Send everything up to `target`, a commit point, and then that segments before
+        """Send everything up to `target`, which is synced, and then that segments before
         `announced` are gone; True once the receiver has confirmed `target`, False when the time
         is over. Raises LinkDownError, RefusedError, LookupError (freed before it was sent).
         """
         channel = self.channel
-        if self.acked >= self.asked and channel.is_writable:
-            self._waited_since_s = time.monotonic()  # until now nothing was wanted of it
-        while True:
-            while channel.is_writable and (self.asked < target or self.head < announced):
-                self._send_next(target, announced)
-            if self.acked >= target:
-                return True
+        self.send(target, announced)
+        while self.acked < target:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or self._stopping():
                 return False
-            if not channel.wait(min(left_s, _LOOK_S)):
+            if channel.wait(min(left_s, _LOOK_S)):
+                while self._take():
+                    pass
+            else:
                 self._look_whether_it_hangs()
-            while self._take():
-                pass
+            if self.asked < target or self.head < announced:
+                self.send(target, announced)
+        return True
 
     def listen(self) -> None:
         """Hear what the receiver says though nothing is asked of it, and that it has ended. Raises
@@ -376,28 +390,19 @@ class Link:
             raise LinkDownError("the receiver answered something else than how far it is")
         self.acked = min(_stream.unpack_offset(body), self.asked)
         self._whole = True
+        self._waited_since_s = 0.0
         return True
 
     def _look_whether_it_hangs(self) -> None:
         """Raise LinkDownError when the receiver was silent for too long."""
-        silent_s = time.monotonic() - max(self.channel.moved_s, self._waited_since_s)
+        now_s = time.monotonic()
+        self._waited_since_s = self._waited_since_s or now_s
+        silent_s = now_s - max(self.channel.moved_s, self._waited_since_s)
         if silent_s > HANGS_S + (self.sent - self.acked) / _SLOWEST_BYTES_S:
             raise LinkDownError(
                 f"the receiver has neither taken nor said anything for {silent_s:.0f} s, and is "
                 f"ended{self.channel.last_words()}"
             )
-
-    def _send_next(self, target: int, announced: int) -> None:
-        """Send one message more; the caller has seen that there is something to send."""
-        at = self.sent
-        if at < target:
-            self._send_log(at, target)
-        elif self.asked < target:
-            self.channel.send(_stream.SYNC, _stream.pack_offset(at))
-            self.asked = self._asked_at = at
-        else:
-            self.channel.send(_stream.HEAD, _stream.pack_offset(announced))
-            self.head = announced
 
     def _send_log(self, at: int, target: int) -> None:
         """Send what the log has at an offset before `target`."""

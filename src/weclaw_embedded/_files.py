@@ -509,11 +509,16 @@ def make_fifo(path: str, mode: int = 0o600) -> None:
     os.chmod(path, mode)
 
 
+# Bare where Python offers it so: what is in front of it makes an enumeration of the answer, which
+# costs as much as the write.
+_handler_of: Callable[[int], object] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+
+
 def write_pipe(fd: int, data: Bytes) -> int:
     """Write as much as goes, once. When nobody reads any more that is BrokenPipeError and no
     signal, whatever the program has chosen for SIGPIPE.
     """
-    if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python begins
+    if _handler_of(signal.SIGPIPE) == signal.SIG_IGN:  # as Python begins
         return os.write(fd, data)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:

@@ -77,19 +77,19 @@ class _Wire:
 
     def next(self, idle: Copy | None = None) -> bytes | None:
         """The next message; None at the end of the stream."""
-        while True:
-            body = self._incoming.next()
-            if body is not None:
-                return body
-            if idle is not None:
-                idle.prepare()
-                idle = None
+        incoming = self._incoming
+        body = incoming.next()
+        if body is None and idle is not None:
+            idle.prepare()
+        while body is None:
             data = os.read(self._in, 1 << 16)
             if not data:
-                if self._incoming.is_cut:
+                if incoming.is_cut:
                     logger.warning("the stream ended within a message; nothing of it was written")
                 return None
-            self._incoming.add(data)
+            incoming.add(data)
+            body = incoming.next()
+        return body
 
     def send(self, kind: int, *pieces: bytes) -> None:
         data = _stream.message(self._sent, kind, *pieces)

@@ -203,6 +203,24 @@ class Replication:
         self._publish(target if done else 0, link.acked)
         return True
 
+    def send(self, target: int) -> None:
+        """What is before `target` was synced just now: send it, so that the replica's disk works
+        while that is told to everybody here. Waits for nothing. Whoever has the round does without.
+        """
+        words = self._page.words
+        if self._link is None or not words[REPLICATION] & SYNC_WANTED or words[FAILED]:
+            return
+        try:
+            if self._round.acquire(blocking=False) and self._link is not None:
+                self._link.send(target)
+        except (LinkDownError, RefusedError, LookupError, OSError) as error:
+            self._lost(error)
+        finally:
+            try:
+                self._round.release()
+            except RuntimeError:
+                pass  # as in `_lead`
+
     def _publish(self, target: int, acked: int) -> None:
         """What the replica has, for all to see. `target`: a commit point it has reached, or 0."""
         engine = self._engine
@@ -297,6 +315,8 @@ class Replication:
         """Start a receiver and bring it level. True when it refuses."""
         engine = self._engine
         words = self._page.words
+        # The copy may have what was sent by one who died before he raised the commit point to it.
+        engine.flush()
         with self._round:
             channel = None
             try:

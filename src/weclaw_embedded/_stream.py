@@ -172,6 +172,8 @@ def unpack_data(body: bytes) -> tuple[int, bool, memoryview]:
 
 
 def unpack_offset(body: bytes) -> int:
+    if len(body) == 1 + _OFFSET.size:
+        return int(_OFFSET.unpack_from(body, 1)[0])
     return _unpack(_OFFSET, body)[0]
 
 
@@ -202,7 +204,7 @@ class Incoming:
         self._number = 0
 
     def add(self, data: bytes) -> None:
-        if self.is_cut:
+        if self._at < len(self._data):
             rest = bytearray(self._data) if isinstance(self._data, bytes) else self._data
             del rest[: self._at]
             rest += data
