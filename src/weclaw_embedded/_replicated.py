@@ -23,7 +23,8 @@ from . import _files, _records
 from ._copy import is_same_file, write_role
 from ._feeder import RECORD_NAME, normal, read_record, write_record
 from ._format import PRIMARY
-from ._replication import Replication, fenced_error
+from ._replication import Replication
+from ._rounds import fenced_error
 from ._session import ALL, OS, REPLICA, Session
 from ._shared import (
     IS_COPY,

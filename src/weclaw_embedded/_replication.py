@@ -1,26 +1,17 @@
-"""The replica as the processes that have the primary open see it: who feeds it, who waits for it.
-
-    put: append ─► write ─► sync ─► COMMIT ─► round: send, the replica syncs ─► REPLICATED ─► answer
+"""The replica as the processes that have the primary open see it: who feeds it.
 
 Role: one `Replication` for each engine whose file has a replica. One process of all holds the
 FEEDER lock and with it the receiver; when it dies the kernel drops the lock and another takes
-over. A *round* brings the replica to the commit point. Whoever waits in the feeding process leads
-the next round itself, for all who wait meanwhile; the feeder's thread does those that nobody
-leads, starts the receiver and starts it again.
+over. Its thread starts the receiver and starts it again, and does the rounds (see `_rounds`) that
+nobody leads who waits.
 
-Invariants:
-
-* REPLICATED is raised only by the holder of the FEEDER lock, under the write lock, to a commit
-  point that the receiver has confirmed. It never goes back.
-* Fenced is for ever: it is recorded in the file before anybody is told.
-* Lock order: the round lock, then the engine's. The waiters' lock is innermost.
+Invariant: fenced is for ever; it is recorded in the file before anybody is told.
 
 It must not know what messages are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -43,6 +34,7 @@ from ._feeder import (
 )
 from ._format import FENCED
 from ._opening import FEEDER
+from ._rounds import ROUND_S, Rounds
 from ._session import ALL
 from ._shared import (
     FAILED,
@@ -53,8 +45,6 @@ from ._shared import (
     OPTIONS_SEQ,
     READY,
     REPLICA_AT,
-    REPLICA_PIN,
-    REPLICA_WAIT_HIGH,
     REPLICATED,
     REPLICATION,
     SETTLED,
@@ -65,7 +55,6 @@ from ._stream import DIVERGED, HIGHER_EPOCH, NOT_A_COPY, OTHER_STORE
 from ._wake import FEED_BYTE, READY_BYTE, REPLICATED_BYTE, SETTLED_BYTE, Waiter, open_pipe
 from .errors import (
     DiskFullError,
-    FencedError,
     WeclawError,
 )
 from .wal import ANNOUNCED, COMMIT, TAIL
@@ -78,7 +67,6 @@ logger = logging.getLogger("weclaw_embedded")
 _TAKE_OVER_S: Final = 0.5  # how often a process asks whether the feeder's lock is free
 _SLEEP_S: Final = 0.5  # the feeder looks by itself as often as that
 _LINGER_S: Final = 0.003  # rounds that nobody waits for are not done more often
-_ROUND_S: Final = 0.25
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _REFUSED_PAUSE_S: Final = 10.0
@@ -87,16 +75,7 @@ _CLOSE_STALL_S: Final = 1.0  # a close waits for the replica as long as it makes
 _CLOSE_S: Final = 10.0  # but no longer than this
 
 
-def fenced_error(engine: Engine, done: str = "nothing was written") -> FencedError:
-    epoch = engine.page.words[FENCED_BY]
-    return FencedError(
-        f"{engine.path}: its copy was promoted over it (epoch {epoch}, this file has "
-        f"{engine.header.epoch}); {done}, what is here can be read; go on with the promoted file, "
-        "and look here for what it lacks"
-    )
-
-
-class Replication:
+class Replication(Rounds):
     """See the module. Any thread may wait; `start` and `close` are the engine's."""
 
     def __init__(self, engine: Engine, address: Address) -> None:
@@ -120,150 +99,6 @@ class Replication:
     def start(self) -> None:
         self._listen()
         threading.Thread(target=self._run, name="weclaw-feeder", daemon=True).start()
-
-    # -- waiting ---------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        """Have this process told by whoever feeds the replica what that has. Where its pipe can't
-        be made nobody can: who waits looks by himself then, and tries again.
-        """
-        waker = self._engine.waker
-        if not waker.has(self._waker_hook):
-            try:
-                waker.add(self._waker_hook)
-            except OSError as error:
-                path = self._engine.path
-                logger.warning("%s: who waits for its replica is not woken: %s", path, error)
-
-    def wait(self, until: int, until_s: float) -> bool:
-        """Wait until the replica has everything below `until`; False when the time is over.
-
-        Raises StoreFailedError, FencedError.
-        """
-        words = self._page.words
-        while words[REPLICATED] < until:
-            mode = words[REPLICATION]
-            if mode & IS_FENCED:
-                raise fenced_error(
-                    self._engine,
-                    "what was written just now may be only here",
-                )
-            if words[FAILED]:
-                raise self._engine._failed()
-            if not mode & SYNC_WANTED or self._stopping:
-                return not mode & SYNC_WANTED
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            if self._lead(until_s):
-                continue
-            self._listen()
-            waiter = threading.Lock()
-            waiter.acquire()
-            with self._waiting_lock:
-                self._waiting.append((until, waiter))
-            if words[REPLICATED] < until:
-                waiter.acquire(timeout=min(left_s, _ROUND_S))
-            with self._waiting_lock, contextlib.suppress(ValueError):
-                self._waiting.remove((until, waiter))
-        return True
-
-    def _lead(self, until_s: float) -> bool:
-        """Do a round, if this process feeds and nobody else is at it."""
-        if self._link is None:
-            return False
-        leads = False
-        try:
-            leads = self._round.acquire(blocking=False)
-            return leads and self._do_round(until_s)
-        finally:
-            # Ctrl-C may come when it is taken and before that is known.
-            try:
-                self._round.release()
-            except RuntimeError:
-                pass  # only who has it can release it
-            if leads:
-                self._wake(0)
-
-    def _do_round(self, until_s: float) -> bool:
-        """One round; the caller holds the round lock. False when there is no link (any more)."""
-        link = self._link
-        if link is None:
-            return False
-        words = self._page.words
-        announced = words[ANNOUNCED]  # before the commit point: its reasons are durable by now
-        target = words[COMMIT]
-        try:
-            done = link.pump(target, announced, until_s)
-        except (LinkDownError, RefusedError, LookupError, OSError) as error:
-            self._lost(error)
-            return False
-        if done:
-            self._said = ""
-        self._publish(target if done else 0, link.acked)
-        return True
-
-    def send(self, target: int) -> None:
-        """What is before `target` was synced just now: send it, so that the replica's disk works
-        while that is told to everybody here. Waits for nothing. Whoever has the round does without.
-        """
-        words = self._page.words
-        if self._link is None or not words[REPLICATION] & SYNC_WANTED or words[FAILED]:
-            return
-        try:
-            if self._round.acquire(blocking=False) and self._link is not None:
-                self._link.send(target)
-        except (LinkDownError, RefusedError, LookupError, OSError) as error:
-            self._lost(error)
-        finally:
-            try:
-                self._round.release()
-            except RuntimeError:
-                pass  # as in `_lead`
-
-    def _publish(self, target: int, acked: int) -> None:
-        """What the replica has, for all to see. `target`: a commit point it has reached, or 0."""
-        engine = self._engine
-        words = self._page.words
-        ready: list[int] = []
-        waiting: list[int] = []
-        with engine._lock:
-            try:
-                engine._lock_file()
-                words[REPLICA_AT] = acked
-                if acked:
-                    words[REPLICA_PIN] = ((acked - 1) >> engine.log.bits) + 1
-                before = words[REPLICATED]
-                if before < target:
-                    words[REPLICATED] = target
-                    ready = self._page.take_seen()
-                    if words[REPLICA_WAIT_HIGH] > before:
-                        waiting = self._page.take_replica_waiting(before)
-            finally:
-                engine._unlock_file()
-        self._wake(target)
-        if ready:
-            engine.wake(ready, READY_BYTE)
-        if waiting:
-            engine.waker.poke([slot for slot in waiting if slot != engine.slot], REPLICATED_BYTE)
-
-    def _wake(self, target: int) -> None:
-        """Let those go who have what they wait for, and one more, who may lead the next round."""
-        if not self._waiting:  # whoever comes to wait now looks once more after that
-            return
-        with self._waiting_lock:
-            waiting, self._waiting = self._waiting, []
-            leader_found = bool(target)
-            for until, waiter in waiting:
-                if until <= target or not leader_found:
-                    leader_found = leader_found or until > target
-                    waiter.release()
-                else:
-                    self._waiting.append((until, waiter))
-
-    def _on_replicated(self) -> None:
-        """Another process's feeder says that the replica has more."""
-        self._wake(self._page.words[REPLICATED])
 
     # -- feeding ---------------------------------------------------------------------------------
 
@@ -355,7 +190,7 @@ class Replication:
                 self._look_where()
             if self._is_behind(link) or words[ANNOUNCED] > link.head:
                 with self._round:
-                    self._do_round(time.monotonic() + _ROUND_S)
+                    self._do_round(time.monotonic() + ROUND_S)
                 self._wake(0)
                 idle_since_s = time.monotonic()
                 if not words[REPLICATION] & SYNC_WANTED:
