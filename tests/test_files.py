@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from weclaw_embedded import _clock, _files, errors
+from weclaw_embedded import _clock, _disk, _files, errors
 from weclaw_embedded.errors import DiskFullError
 
 LINUX = sys.platform == "linux"
@@ -376,9 +376,9 @@ def test_identity_tells_files_apart_even_in_one_inode(tmp_path: Path) -> None:
     two.touch()
     fd = _files.open_ro(str(one))
     try:
-        assert _files.identity(fd) == _files.identity(str(one))
-        assert _files.identity(fd) != _files.identity(str(two))
-        assert _files.disk_sequence(fd) == _files.disk_sequence(str(two))
+        assert _disk.identity(fd) == _disk.identity(str(one))
+        assert _disk.identity(fd) != _disk.identity(str(two))
+        assert _disk.disk_sequence(fd) == _disk.disk_sequence(str(two))
     finally:
         _files.close(fd)
 
@@ -388,7 +388,7 @@ def test_network_file_systems_are_known_by_their_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The type of the mount that the path lies on decides, the longest and last one."""
-    assert not _files.is_network_file_system(str(tmp_path / "not" / "there"))
+    assert not _disk.is_network_file_system(str(tmp_path / "not" / "there"))
     device = os.stat(tmp_path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = tmp_path / "mounts"
@@ -401,7 +401,7 @@ def test_network_file_systems_are_known_by_their_type(
         return real_open(mounts if name == "/proc/self/mountinfo" else name, *args, **more)  # type: ignore[call-overload]
 
     monkeypatch.setattr("builtins.open", fake_open)
-    assert _files.is_network_file_system(str(tmp_path / "queue"))
+    assert _disk.is_network_file_system(str(tmp_path / "queue"))
 
 
 def test_owner_and_mode_are_matched(file: int, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ README = PACKAGE.parent.parent / "README.md"
 LAYERS = [
     ["errors", "_version"],
     ["_clock", "_files", "_format", "_stream", "_values", "_jsonable"],
-    ["_watch"],
+    ["_disk", "_watch"],
     ["_codecs", "_record_types"],
     ["_checks", "_records"],
     ["_options"],
@@ -83,6 +83,7 @@ EXCEPTIONS = {
 #: os.fstat) is no change and free to all.
 DOORS = {
     "_clock": {"open": "the boot's id is a file of the kernel's"},
+    "_disk": {"open": "the mounts and the disk's number are files of the kernel's"},
     "_index": {
         "os.open": "a descriptor of LMDB's own file, to keep room behind its last page",
         "os.close": "the same",
@@ -141,7 +142,7 @@ DOORS = {
     "dlq": {"open": "export writes text to the descriptor that _files gave"},
 }
 LOOKS = {"os.stat", "os.fstat", "os.listdir", "os.lstat", "os.getpid", "os.fspath", "os.fsdecode"}
-FREE = {"os.fsencode", "os.register_at_fork", "os.urandom", "os.cpu_count"}
+FREE = {"os.fsencode", "os.major", "os.minor", "os.register_at_fork", "os.urandom", "os.cpu_count"}
 
 
 def modules() -> list[str]:

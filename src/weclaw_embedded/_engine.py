@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from . import _clock, _files, _records
+from . import _clock, _disk, _files, _records
 from ._damage import Damage
 from ._durability import Durability
 from ._file_options import FileOptions
@@ -148,7 +148,7 @@ class Engine(
         self._failure: str | None = None
         self.synced = self.puts_to = 0
         self.is_late = False
-        self._identity = _files.identity(self.fd)[:2]
+        self._identity = _disk.identity(self.fd)[:2]
         self._watch_fd = watch_names(
             [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
         )

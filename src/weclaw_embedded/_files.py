@@ -51,12 +51,9 @@ __all__ = [
     "bound_lock",
     "close",
     "create_whole",
-    "disk_sequence",
     "drop_cache",
     "has_hole",
-    "identity",
     "is_locked",
-    "is_network_file_system",
     "libc",
     "lock",
     "make_fifo",
@@ -94,16 +91,6 @@ _UNREADABLE = b"\xff"
 _MAX_CALL = 0x7FFFF000  # Linux reads and writes at most this much in one call
 _ZEROS = bytes(1 << 20)
 _STALE_TEMPORARY_S = 3600.0
-
-# File systems on which locks, shared memory or syncs don't mean what they mean on a local disk.
-# fmt: off
-_NETWORK_TYPES = frozenset({
-    "9p", "afs", "ceph", "cifs", "coda", "davfs", "gfs", "gfs2", "glusterfs", "lustre", "ncpfs",
-    "nfs", "nfs3", "nfs4", "ocfs2", "smb3", "smbfs",
-    "fuse.ceph", "fuse.cephfs", "fuse.davfs", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs",
-    "fuse.moosefs", "fuse.rclone", "fuse.s3fs", "fuse.smbnetfs", "fuse.sshfs",
-})
-# fmt: on
 
 
 def _fail(error: OSError, what: str, fd: int) -> NoReturn:
@@ -286,6 +273,15 @@ def room_bytes(fd: int) -> int:
     if limit != resource.RLIM_INFINITY:
         room = min(room, max(0, limit - os.fstat(fd).st_size))
     return room
+
+
+def libc(name: str) -> Callable[..., int] | None:
+    """A function of the C library that Python doesn't offer; None where there is none."""
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    return function
 
 
 def punch(fd: int, offset: int, n: int) -> bool:
@@ -549,98 +545,6 @@ def match_owner_and_mode(path: str, like_fd: int) -> None:
     if stat.S_IMODE(have.st_mode) != mode:
         with contextlib.suppress(PermissionError):
             os.chmod(path, mode)
-
-
-# What a file is -----------------------------------------------------------------------------
-
-_AT_EMPTY_PATH = 0x1000
-_STATX_BTIME = 0x800
-_STATX_MNT_ID = 0x1000
-_STATX_MNT_ID_UNIQUE = 0x4000
-
-
-def libc(name: str) -> Callable[..., int] | None:
-    """A function of the C library that Python doesn't offer; None where there is none."""
-    try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):
-        return None
-    return function
-
-
-def _statx(target: int | str, mask: int) -> bytes | None:
-    """The raw answer of statx(2), which Python's os module doesn't give on all our versions."""
-    call = libc("statx") if sys.platform == "linux" else None
-    if call is None:
-        return None
-    answer = ctypes.create_string_buffer(256)
-    if isinstance(target, int):
-        failed = call(target, b"", _AT_EMPTY_PATH, mask, answer)
-    else:
-        failed = call(-100, os.fsencode(target), 0, mask, answer)
-    return None if failed else answer.raw
-
-
-def identity(target: int | str) -> tuple[int, int, int]:
-    """(device, inode, birth time in ns or 0) of an open descriptor or a path."""
-    found = os.stat(target)
-    birth_ns = 0
-    answer = _statx(target, _STATX_BTIME)
-    if answer is not None and struct.unpack_from("<I", answer)[0] & _STATX_BTIME:
-        seconds, nanoseconds = struct.unpack_from("<qI", answer, 80)
-        birth_ns = seconds * 10**9 + nanoseconds
-    elif sys.platform == "darwin":
-        birth_ns = int(found.st_birthtime * 1e9)
-    return found.st_dev, found.st_ino, birth_ns
-
-
-def disk_sequence(target: int | str) -> int:
-    """A number that changes when the disk under the file was swapped or set back.
-
-    The kernel's sequence number of the block device; where there is none the mount's id; 0
-    where there is neither.
-    """
-    device = os.stat(target).st_dev
-    base = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    for name in (f"{base}/diskseq", f"{base}/../diskseq"):  # the second: of a partition's disk
-        with contextlib.suppress(OSError, ValueError), open(name, encoding="ascii") as file:
-            return int(file.read())
-    for mask in (_STATX_MNT_ID_UNIQUE, _STATX_MNT_ID):
-        answer = _statx(target, mask)
-        if answer is not None and struct.unpack_from("<I", answer)[0] & mask:
-            return int(struct.unpack_from("<Q", answer, 144)[0])
-    return 0
-
-
-def is_network_file_system(path: str) -> bool:
-    """Whether a path (or, if it isn't there yet, its folder) lies on a file system of another
-    machine, where locks and shared memory don't reach the other users.
-    """
-    path = os.path.realpath(path)
-    while not os.path.exists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    try:
-        device = os.stat(path).st_dev
-        with open("/proc/self/mountinfo", "rb") as file:
-            lines = file.read().decode("utf-8", "surrogateescape").splitlines()
-    except OSError:
-        return False
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    best: tuple[bool, int] = (False, -1)
-    kind = ""
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        parts = fields.split()
-        if len(parts) < 5 or not rest:
-            continue
-        place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), parts[4])
-        if path == place or path.startswith(place.rstrip("/") + "/"):
-            # The device decides; the longest mount point does where devices don't match up
-            # (btrfs subvolumes).  Of two mounts at one place the later is on top.
-            rank = (parts[2] == wanted, len(place))
-            if rank >= best:
-                best, kind = rank, rest.split()[0]
-    return kind in _NETWORK_TYPES
 
 
 # Locks --------------------------------------------------------------------------------------

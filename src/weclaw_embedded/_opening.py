@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from . import _clock, _files
+from . import _clock, _disk, _files
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
 from ._index import Index
 from ._rebuild import Rebuild
@@ -228,7 +228,7 @@ def refuse_left(path: str) -> None:
 
 
 def refuse_network(path: str) -> None:
-    if _files.is_network_file_system(os.path.dirname(path) or "."):
+    if _disk.is_network_file_system(os.path.dirname(path) or "."):
         raise StorageError(
             f"{path} is on a network file system, where locks and shared memory do not hold; "
             "nothing was touched; use a local disk, or open it with readonly=True"
@@ -276,7 +276,7 @@ def _open_fd(
     first = _files.try_lock(fd, IN_USE, True)
     if not first:
         _files.lock(fd, IN_USE, False)
-    if _current_identity(path) != _files.identity(fd):
+    if _current_identity(path) != _disk.identity(fd):
         return None
     refuse_left(path)
     directory = scratch_of(path)
@@ -324,7 +324,7 @@ def _attach(path: str, fd: int, header: FileHeader, directory: str, page: Shared
 
 def _current_identity(path: str) -> tuple[int, int, int] | None:
     try:
-        return _files.identity(path)
+        return _disk.identity(path)
     except OSError:
         return None
 
@@ -338,7 +338,7 @@ def attach_page(
     except (OSError, ValueError):
         return None
     if page.belongs_to(
-        header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd)
+        header.store_id, _clock.boot_id(), _disk.identity(fd), _disk.disk_sequence(fd)
     ):
         if writable:
             page.hold()
@@ -412,7 +412,7 @@ def _open_first(
 
 
 def _stamp(page: SharedPage, header: FileHeader, fd: int) -> None:
-    page.stamp(header.store_id, _clock.boot_id(), _files.identity(fd), _files.disk_sequence(fd))
+    page.stamp(header.store_id, _clock.boot_id(), _disk.identity(fd), _disk.disk_sequence(fd))
 
 
 def _sync_name(path: str) -> None:
