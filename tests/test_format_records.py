@@ -147,6 +147,10 @@ def again(said: rec.AnyRecord) -> bytes:
     elif isinstance(said, types.Dead):
         fields = said._asdict()
         packed = rec.pack_dead(*said[:4], **{n: fields[n] for n in list(fields)[4:]})
+    elif isinstance(said, types.Deliver):
+        offsets = [offset for offset, _, _ in said.items]
+        flags = [priority << 4 | queued for _, priority, queued in said.items]
+        packed = rec.pack_deliver(*said[:4], offsets, flags)
     elif isinstance(said, types.Replay):
         items = [(o, p, b"" if k == types.NO_KEY else k, e) for o, p, k, e in said.items]
         packed = rec.pack_replay(said.gid, items)
