@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files
+from weclaw_embedded import _durability, _files
 
 
 def work(path: Path, confirmed: list[str], acked: list[str], n: int) -> None:
@@ -109,3 +111,37 @@ def test_who_waited_for_a_sync_and_is_gone_is_not_waited_for(
         assert not last.is_alive()
         assert sorted(msg.body for msg in q.peek(5)) == [1, 2]
         assert q.status(msg.id) == "done"
+
+
+def test_a_sync_that_was_broken_off_at_any_call_is_not_waited_for(path: Path) -> None:
+    """Ctrl-C is noticed where a function begins: at each of those of a sync in turn, and the next
+    put does its own.
+    """
+    broken_off: list[str] = []
+    with weclaw.Queue(path) as q:
+        q.put("warm")
+        for n in range(100):
+            calls = 0
+
+            def interrupt(frame: Any, event: str, _: Any, n: int = n) -> None:
+                nonlocal calls
+                if event == "call" and frame.f_code.co_filename == _durability.__file__:
+                    calls += 1
+                    if calls == n + 1:
+                        broken_off.append(frame.f_code.co_name)
+                        raise KeyboardInterrupt
+
+            sys.settrace(interrupt)
+            try:
+                q.put(n)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            if len(broken_off) <= n:
+                break
+            again = threading.Thread(target=q.put, args=("again",), daemon=True)
+            again.start()
+            again.join(20)
+            assert not again.is_alive(), broken_off
+    assert {"durable", "_sync_once", "_end_sync"} <= set(broken_off)

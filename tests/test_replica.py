@@ -111,12 +111,13 @@ def test_who_waits_for_the_replica_can_do_without_a_pipe(
         q.close()
         patched.setattr(_replication, "open_pipe", full)
         q = open_queue(replica=copy, replica_timeout=1.0)
-        confirmed = [1]
+        confirmed, refusal = [1], "taken back"
         try:
             q.put(2)
             confirmed.append(2)  # the put itself was quicker than the feeder, who then gave up
         except weclaw.ReplicaUnavailableError as error:
-            assert "taken back" in str(error)
+            refusal = str(error)
+        assert "taken back" in refusal
         q.close()
     q = open_queue(replica=copy, replica_timeout=20.0)
     q.put(3)

@@ -109,17 +109,24 @@ class Durability:
                     else:
                         # In this order: Ctrl-C in between must not leave a sync that nobody does.
                         leads = self._syncing = True
-                if leads:
+                if waiter is None:
                     self._sync_once()
+                else:
+                    waiter.acquire()
+            except BaseException:
+                if waiter is not None:
+                    self._wait_no_more((until, waiter))
+                raise
             finally:
                 if leads:
-                    self._end_sync()
-            if waiter is not None:
-                try:
-                    waiter.acquire()
-                except BaseException:
-                    self._wait_no_more((until, waiter))
-                    raise
+                    # Before any call, since Ctrl-C is noticed at calls: it must not leave a sync
+                    # that nobody does. Who leads the next one meanwhile is left alone.
+                    self._syncing = False
+                    try:
+                        self._end_sync()
+                    except BaseException:
+                        self._end_sync()
+                        raise
 
     def _wait_no_more(self, who: tuple[int, threading.Lock]) -> None:
         """Ctrl-C while waiting: the next sync must not be left to one who is gone."""
@@ -130,21 +137,24 @@ class Durability:
                 self._sync_waiters.pop(0)[1].release()
 
     def _end_sync(self) -> None:
-        """Answer those who are served, and let one of the others do the next sync."""
+        """Answer those who are served, and let one of the others do the next sync. What Ctrl-C
+        breaks off can be done again.
+        """
         with self._sync_lock:
-            self._syncing = False
             if not self._sync_waiters:
                 return
             commit = max(self.page.words[COMMIT], self.synced)
             failed = self.page.words[FAILED] or self._failure
-            waiting, self._sync_waiters = self._sync_waiters, []
+            left: list[tuple[int, threading.Lock]] = []
             leader_found = False
-            for until, waiter in waiting:
+            for until, waiter in self._sync_waiters:
                 if until <= commit or failed or not leader_found:
                     leader_found = leader_found or (until > commit and not failed)
-                    waiter.release()
+                    if waiter.locked():
+                        waiter.release()
                 else:
-                    self._sync_waiters.append((until, waiter))
+                    left.append((until, waiter))
+            self._sync_waiters = left
 
     def _sync_once(self) -> None:
         """fdatasync, then publish the commit point under the lock and wake who waited for it; or
