@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import struct
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from wal_tools import attach, bodies, opened, sync
 
 from weclaw_embedded import _files, _format, wal
 from weclaw_embedded._format import (
+    END_RECORD_AT,
     HEADER_BYTES,
     MAGIC,
     MAX_SEGMENT_BYTES,
@@ -23,13 +26,16 @@ from weclaw_embedded._format import (
     SlotHeader,
     check_segment_bytes,
     envelopes,
+    pack_end,
     pack_head,
     pack_header,
     pack_slot,
     part_checksum,
+    unpack_end,
     unpack_head,
     unpack_header,
     unpack_slot,
+    unseed,
 )
 from weclaw_embedded.errors import CorruptError, FormatVersionError, NotAQueueError
 
@@ -204,6 +210,25 @@ def test_a_checksum_holds_in_one_place_and_one_life_only() -> None:
     assert part_checksum(data, 2**32 - 1, 2**40 + 5) == part_checksum(data, 4, 0)
 
 
+@pytest.mark.parametrize("size", [0, 1, 7, 24, 1000, 70_001])
+def test_a_checksum_tells_what_it_was_begun_with(size: int) -> None:
+    """From the bytes and their checksum follows the seed."""
+    data = random.Random(size).randbytes(size)
+    for seed in (0, 1, 0x80000000, 0xFFFFFFFF, 0x12345678):
+        assert unseed(crc32(data), crc32(data, seed), size) == seed
+
+
+def test_the_end_record_counts_only_if_it_is_whole_and_of_this_store() -> None:
+    """Else it says nothing."""
+    block = bytearray(4096)
+    block[END_RECORD_AT : END_RECORD_AT + 16] = pack_end(77_777, bytes(16))
+    assert unpack_end(bytes(block), bytes(16)) == 77_777
+    assert unpack_end(bytes(block), b"x" * 16) == 0
+    block[END_RECORD_AT + 8] ^= 1
+    assert unpack_end(bytes(block), bytes(16)) == 0
+    assert unpack_end(bytes(1090), bytes(16)) == 0
+
+
 # docs/format.md ---------------------------------------------------------------------------------
 
 
@@ -218,7 +243,7 @@ def _tables() -> dict[str, list[tuple[int, str, str]]]:
         ]
         if rows[0][:2] == ["at", "type"]:
             found.append([(int(row[0]), row[1], row[2]) for row in rows[2:]])
-    names = ("header", "head", "role", "slot", "part", "record")
+    names = ("header", "head", "end", "role", "slot", "part", "record")
     return dict(zip(names, found[: len(names)], strict=True))
 
 
@@ -227,6 +252,7 @@ def _tables() -> dict[str, list[tuple[int, str, str]]]:
     [
         ("header", _format._HEADER.format + "I"),
         ("head", _format._HEAD.format),
+        ("end", _format._HEAD.format),
         ("role", _format._ROLE.format),
         ("slot", _format._SLOT.format),
         ("part", _format.PART.format),

@@ -16,7 +16,7 @@ from tests.replica_tools import bodies, command, same
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import replica
-from weclaw_embedded._format import HEADER_BYTES, SLOT_BYTES
+from weclaw_embedded._format import END_RECORD_AT, HEADER_BYTES, SLOT_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -194,6 +194,7 @@ def test_an_end_that_is_missing_is_got_back(
         os.truncate(path, slot(1) + 5000)
     elif how == "headers":
         lose_headers(path, last)
+        spoil(path, slot(last) + SLOT_BYTES)  # else they would be made anew from what stands there
     else:
         data = bytearray(path.read_bytes())
         data[slot(last) + 4000 : slot(last + 1)] = bytes(SEGMENT - 4000)
@@ -221,6 +222,7 @@ def test_a_replica_that_is_behind_does_not_shorten_the_file(
     shutil.rmtree(f"{path}.d")
     data = bytearray(path.read_bytes())
     at = data.rindex(b"here")
+    data[END_RECORD_AT : END_RECORD_AT + 16] = bytes(16)  # which a clean end alone writes
     path.write_bytes(data[: at + 4].ljust(len(data), b"\0"))  # without the frame that vouches
     q = open_queue(replica=address)
     assert [msg.body for msg in q.peek(10)] == ["both", "here"]

@@ -73,6 +73,7 @@ from .wal import (
     HEAD,
     HEADER_HEALED,
     LAST,
+    SEGMENT_LABELLED,
     TAIL,
     WRITING,
     Log,
@@ -122,7 +123,7 @@ class Engine(
         self.recovery = opened.recovery
         # What was damaged and could be made good. (Not slot headers: power may fail between two.)
         healed = [] if opened.recovery is None else opened.recovery.healed
-        self.healed = [found for found in healed if found[1] == HEADER_HEALED]
+        self.healed = [one for one in healed if one[1] in (HEADER_HEALED, SEGMENT_LABELLED)]
         self.shift = self.page.shift
         self.handles = 0
         self.forked = False
@@ -417,11 +418,21 @@ class Engine(
             session.must_index = session.is_special = True
             session.finish()
             self.sync_file()
+            self._record_end(words[TAIL])
         except (StoreFailedError, DiskFullError) as error:
             session.abort(error)
             return False
         words[COMMIT] = words[CLEAN_AT] = words[TAIL]
         return True
+
+    def _record_end(self, end: int) -> None:
+        """Say in the file how far it is on stable storage. Without a sync: it may come to the disk
+        late, but never before what it says is there.
+        """
+        try:
+            self.log.record_end(end)
+        except OSError as error:
+            raise self.fail(f"writing failed: {error}") from error
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. Nothing is unlocked, written or waited

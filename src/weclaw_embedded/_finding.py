@@ -24,6 +24,7 @@ from ._format import (
     pack_header,
     pack_slot,
     part_checksum,
+    unpack_end,
     unpack_head,
     unpack_slot,
 )
@@ -87,6 +88,11 @@ def find_segments(log: Segments) -> None:
             other is None or _rank(log, headers, slot) > _rank(log, headers, other)
         ):
             chosen[header.segment] = slot
+    # Salts are drawn anew: who has begun a segment twice has not given it the same.
+    log.is_overwritten |= any(
+        slot != (other := chosen.get(one.segment)) and other is not None and headers[other] == one
+        for slot, one in headers.items()
+    )
     log.state.grow_slots(n_slots)
     log.forget()
     table = log.state.slots
@@ -100,6 +106,7 @@ def find_segments(log: Segments) -> None:
         _files.write_at(log.fd, [record], HEAD_RECORD_AT)
         _files.sync_data(log.fd)
         recorded = head
+    log.known_end = unpack_end(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
     words[SLOTS] = n_slots
     words[HEAD] = head
     words[ANNOUNCED] = recorded

@@ -7,6 +7,7 @@ that a test holds equal to it.
     header     16s magic, I version, I segment_bytes, 16s store_id, Q epoch, Q generation,
                Q created_us, I crc; twice: at 0 and at 2048
     head record  4s magic, I crc, Q head; at 1024: the first segment that is kept
+    end record   4s magic, I crc, Q end; at 1088: how far it was on stable storage once
     role record  4s magic, I crc, Q role, Q epoch; at 1536: a replica's copy, or fenced off
     slot       slot header (64 bytes), frame parts, zeros, the slot header again (last 64 bytes)
     slot header  4s magic, I crc, Q segment, I salt, I prev_salt, Q prev_end, Q head, Q epoch,
@@ -36,6 +37,7 @@ __all__ = [
     "CHECKPOINT_FRAME",
     "COPY",
     "DEFAULT_SEGMENT_BYTES",
+    "END_RECORD_AT",
     "ENVELOPE",
     "ENVELOPE_BYTES",
     "ENVELOPE_WITH_HEAD",
@@ -93,7 +95,9 @@ _CRC = Struct("<I")
 HEADER_COPY_BYTES = _HEADER.size + _CRC.size
 
 HEAD_RECORD_AT = 1024  # in the header block
+END_RECORD_AT = 1088
 _HEAD_MAGIC = b"WQHD"
+_END_MAGIC = b"WQEN"
 _HEAD = Struct("<4sIQ")
 
 ROLE_AT = 1536  # in the header block
@@ -326,6 +330,21 @@ def unpack_head(block: bytes, store_id: bytes) -> int:
     return int(head) if crc == crc32(data[8:], crc32(store_id)) else 0
 
 
+def pack_end(end: int, store_id: bytes) -> bytes:
+    """The end record: everything below `end` was on stable storage once."""
+    fields = end.to_bytes(8, "little")
+    return _END_MAGIC + _CRC.pack(crc32(fields, crc32(store_id))) + fields
+
+
+def unpack_end(block: bytes, store_id: bytes) -> int:
+    """The end that a header block records; 0 when it records none that is whole."""
+    data = block[END_RECORD_AT : END_RECORD_AT + _HEAD.size]
+    if len(data) < _HEAD.size or data[:4] != _END_MAGIC:
+        return 0
+    _, crc, end = _HEAD.unpack(data)
+    return int(end) if crc == crc32(data[8:], crc32(store_id)) else 0
+
+
 def pack_role(role: int, epoch: int, store_id: bytes) -> bytes:
     """The role record: PRIMARY, COPY, or FENCED by a file of that epoch."""
     fields = role.to_bytes(8, "little") + epoch.to_bytes(8, "little")
@@ -370,6 +389,37 @@ def unpack_slot(data: bytes, store_id: bytes, segment_bytes: int) -> SlotHeader 
 def part_checksum(after_crc: bytes, salt: int, offset: int) -> int:
     """The checksum of a part: over all of it after the checksum itself."""
     return crc32(after_crc, (salt + offset) & 0xFFFFFFFF)
+
+
+def unseed(from_zero: int, crc: int, size: int) -> int:
+    """The value that a CRC-32 over `size` bytes was begun with that came to `crc`, and comes to
+    `from_zero` when it is begun with 0: the two differ as the beginnings do, shifted through.
+    """
+    value = from_zero ^ crc
+    back = [_one_back(1 << bit) for bit in range(32)]  # of one byte, for each bit; then of two, …
+    while size:
+        if size & 1:
+            value = _sum_of(back, value)
+        back = [_sum_of(back, one) for one in back]
+        size >>= 1
+    return value
+
+
+def _one_back(state: int) -> int:
+    """The state of a CRC-32 one zero byte before."""
+    for _ in range(8):
+        high = state >> 31
+        state = (state ^ (0xEDB88320 if high else 0)) << 1 & 0xFFFFFFFF | high
+    return state
+
+
+def _sum_of(columns: list[int], value: int) -> int:
+    total = 0
+    for column in columns:
+        if value & 1:
+            total ^= column
+        value >>= 1
+    return total
 
 
 def policy_of(flags: int) -> int:

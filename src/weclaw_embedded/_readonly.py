@@ -31,6 +31,7 @@ from ._engine import Engine
 from ._finding import recorded_head
 from ._format import FIRST, SLOT_BYTES
 from ._index import Index, Tx
+from ._lost_end import SEGMENT_LOST, find_lost
 from ._opening import OWNER, attach_page, check_path, is_new, read_header
 from ._options import StoreOptions
 from ._scan import BadPartError, collect
@@ -151,6 +152,7 @@ class ReadonlyEngine(Engine):
         self._pid = os.getpid()
         # Where the log ended that is in the index; offset and checksum of its last frame.
         self._folded = (0, 0, 0)
+        self._confirmed = 0  # as far as the page says, whether somebody lives or not
         self._shift: int | None = None  # what those who write add to the clock
         self._is_doubtful = False  # the index may say what the log does not
         self._adopted = []
@@ -254,10 +256,26 @@ class ReadonlyEngine(Engine):
 
     def verify(self, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
         """See `Engine.verify`. What is found is looked at once more: it may just be mended."""
-        found = super().verify(seen)
+        found = self._faults(seen)
         if found:
-            again = super().verify()
+            again = self._faults(None)
             found = [one for one in again if one in found]
+        return found
+
+    def _faults(self, seen: Callable[[int, int], None] | None) -> list[tuple[int, str]]:
+        """What `verify` finds at one look, and what whoever opens the file would find missing at
+        its end.
+        """
+        found = super().verify(seen)
+        log = self.log
+        with self._lock:
+            tail = self._looked.words[TAIL]
+            end = max(log.known_end, self._confirmed)
+            if tail < end:
+                found.append((tail, f"nothing is left up to the commit point {end}"))
+            lost = find_lost(log)
+            if lost is not None:
+                found.append((lost[1].segment << log.bits, SEGMENT_LOST))
         return found
 
     def _begin_anew(self) -> None:
@@ -274,6 +292,7 @@ class ReadonlyEngine(Engine):
         words[DEAD_SEQ] += 1  # look through all leases each time
         self._looked.living = []
         self._shift = None
+        self._confirmed = 0
         if not os.access(os.path.join(self.directory, PAGE_NAME), os.R_OK):
             return 0
         page = attach_page(self.directory, self.fd, self.header, writable=False)
@@ -283,6 +302,7 @@ class ReadonlyEngine(Engine):
         words[SHIFT] = page.words[SHIFT]
         # The end first: should all die then, it is still as far as they had come.
         end = page.words[COMMIT if page.words[FAILED] else TAIL]
+        self._confirmed = page.words[COMMIT]
         self._looked.living = [
             (slot, token)
             for slot, token in page.owners()

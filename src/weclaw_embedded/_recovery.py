@@ -44,6 +44,7 @@ from ._format import (
     unpack_header,
     unpack_slot,
 )
+from ._lost_end import SEGMENT_LABELLED, label_lost
 from ._scan import BadPartError, Frame, collect, stretches, walk
 from ._segments import (
     CHECKPOINT,
@@ -60,6 +61,7 @@ from .errors import CorruptError, DiskFullError, WeclawError
 
 __all__ = [
     "HEADER_HEALED",
+    "SEGMENT_LABELLED",
     "Follow",
     "Recovery",
     "heal",
@@ -119,7 +121,9 @@ def recover(
             _files.sync_data(log.fd)
     if failed or not cache_is_true:
         _files.drop_cache(log.fd, 0, 0)
+    log.is_overwritten = False
     find_segments(log)
+    labelled = [] if log.readonly else label_lost(log)
     recovery = _find_end(log, commit, near, whole=whole, follow=follow)
     if (
         complete is not None
@@ -136,6 +140,7 @@ def recover(
         words[TAIL] = words[COMMIT] = recovery.cut
     if not log.readonly:
         recovery.healed = restore_copies(log, slots=recovery.whole or not cache_is_true)
+        recovery.healed += [(segment << log.bits, SEGMENT_LABELLED) for segment in labelled]
         if recovery.cut is not None:
             _cut(log, recovery.cut)
             _go_on(log, recovery.cut, begin_segment)
@@ -144,6 +149,8 @@ def recover(
             end = log.limit(words[LAST])
             words[TAIL] = words[COMMIT] = end
             _go_on(log, end, begin_segment)
+            if log.known_end > words[TAIL]:
+                log.record_end(words[TAIL])  # what is missing is told of by where it would stand
         find_spares(log, words[TAIL] + 1 if cache_is_true else 0)
     recovery.tail = words[TAIL]
     return recovery
@@ -275,7 +282,7 @@ class _Walk:
         # its last frame, the latest checkpoint by then.
         self.runs: list[tuple[int, int, int, int]] = []
         self.end = start if start & (log.segment_bytes - 1) else start + SLOT_BYTES
-        self.vouched = commit
+        self.vouched = max(commit, log.known_end)
         self.last_flags = 0
         # An empty last segment is an end of the log, too.
         self.is_boundary = commit == (words[LAST] << log.bits) + SLOT_BYTES
@@ -345,10 +352,14 @@ def _walk_to_end(
         recovery.torn_bytes = _bytes_beyond(log, cut)
     else:
         recovery.is_vouched = bool(walk.last_flags & VOUCH) and not (bad and bad[-1][0] >= end)
-        if max(end, last_begin) < commit and not (bad and bad[-1][0] >= end):
+        known_end = max(commit, log.known_end)
+        if max(end, last_begin) < known_end and not (bad and bad[-1][0] >= end):
             # The end of the log isn't there any more, although it was on stable storage.
-            recovery.damaged.append((end, f"nothing is left up to the commit point {commit}"))
+            recovery.damaged.append((end, f"nothing is left up to the commit point {known_end}"))
         recovery.is_end_damaged = any(offset >= end for offset, _ in recovery.damaged)
+        if log.is_overwritten and not (commit or recovery.is_vouched or recovery.is_end_damaged):
+            recovery.damaged.append((end, "a slot was written over with a copy of another one's"))
+            recovery.is_end_damaged = True
     recovery.is_short = max(recovery.tail, last_begin) < commit or recovery.is_end_damaged
     return recovery, walk.is_boundary
 

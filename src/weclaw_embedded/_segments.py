@@ -27,11 +27,13 @@ import sys
 
 from . import _files
 from ._format import (
+    END_RECORD_AT,
     HEAD_RECORD_AT,
     HEADER_BYTES,
     SLOT_BYTES,
     FileHeader,
     SlotHeader,
+    pack_end,
     pack_head,
     pack_slot,
     unpack_slot,
@@ -125,6 +127,10 @@ class Segments:
         self._slot_of: dict[int, int] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._prev_ends: dict[int, int] = {}
+        # What was seen when the segments were found: the end that the file records, and two slots
+        # with one and the same header, so that one of them was written over.
+        self.known_end = 0
+        self.is_overwritten = False
         self.taken: set[int] = set()  # slots given to segments that are not written yet
 
     # Looking up --------------------------------------------------------------------------
@@ -422,6 +428,10 @@ class Segments:
     def waiting(self) -> bool:
         """Whether a free slot waits for a sync before it may be overwritten."""
         return any(not self._is_reusable(entry) for _, entry in self._free_slots())
+
+    def record_end(self, end: int) -> None:
+        """Record in the file how far the log is on stable storage, for whoever finds less of it."""
+        _files.write_at(self.fd, [pack_end(end, self.header.store_id)], END_RECORD_AT)
 
     def announce(self) -> int:
         """Take the step that needs no sync; return what `settled` takes after one."""

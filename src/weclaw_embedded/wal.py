@@ -54,7 +54,16 @@ from ._format import (
 )
 from ._layout import JOIN_BYTES, NO_BYTES, SMALL_BYTES, Layout, Record
 from ._reading import Reading
-from ._recovery import HEADER_HEALED, Follow, Recovery, heal, last_checkpoint, recover, verify
+from ._recovery import (
+    HEADER_HEALED,
+    SEGMENT_LABELLED,
+    Follow,
+    Recovery,
+    heal,
+    last_checkpoint,
+    recover,
+    verify,
+)
 from ._scan import Frame, OnDamage
 from ._segments import (
     ANNOUNCED,
@@ -84,6 +93,7 @@ __all__ = [
     "LAST_FRAME",
     "RESERVE",
     "RESERVE_EACH",
+    "SEGMENT_LABELLED",
     "SLOTS",
     "SPARES",
     "TAIL",

@@ -18,6 +18,7 @@ pytest.importorskip("rich")
 from tests.helpers.cli import Terminal, kill_letters
 
 import weclaw_embedded as weclaw
+from weclaw_embedded._format import END_RECORD_AT
 
 
 @pytest.fixture
@@ -172,6 +173,7 @@ def test_verify_writes_nothing(file: Path, ctl: Any, what: str) -> None:
     else:
         at = data.index(b"c" * 300) + 100
         data[at : at + 4000] = bytes(4000)
+        data[END_RECORD_AT : END_RECORD_AT + 16] = bytes(16)  # which only a clean end writes
     file.write_bytes(data)
     said = [ctl("verify", file) for _ in range(2)]
     assert said[0] == said[1]
