@@ -55,7 +55,7 @@ class Damage:
     # What the first handle names as the replica, until its options are adopted; False: none.
     _named: object
     # One thread at a time heals what was met; what that needs may lead it here again.
-    _healing: threading.RLock
+    healing: threading.RLock
     # Offsets of what was met and no replica of these has.
     _answered: set[int]
     _answered_by: list[Address]
@@ -119,7 +119,7 @@ class Damage:
         """Ask the replica for all that was passed over and that it was not asked for yet. Blocks as
         `heal` does; one that can't be asked now is asked again later, by itself.
         """
-        with self._healing:
+        with self.healing:
             while places := self.execute(_unanswered_places):
                 if self.heal_pause_s() > 0:
                     self._heal_soon(self._heal_again_s)

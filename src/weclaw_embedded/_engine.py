@@ -186,7 +186,7 @@ class Engine(
         self.making = threading.Lock()  # held to make it
         self._settle_again_s = 0.0  # before that it is seen to already: see `settle_left`
         self._named = replica
-        self._healing = threading.RLock()
+        self.healing = threading.RLock()
         self._answered: set[int] = set()
         self._answered_by: list[Any] = []
         self._heal_again_s = 0.0

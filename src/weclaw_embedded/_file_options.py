@@ -109,8 +109,8 @@ class FileOptions:
                 self.path,
             )
         self.consumer = self.consumer or consumer
+        self.heal_met()  # it may be another replica than before; before its copy may be made anew
         self._configure_replica()
-        self.heal_met()  # it may be another replica than before
 
     def forsake(self, options: StoreOptions) -> None:
         """A handle that was adopted has closed."""

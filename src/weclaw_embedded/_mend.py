@@ -167,6 +167,15 @@ def repair(
     """Set aside what cannot be read, so that `verify` is quiet; (offset, reason) of each place.
     The offsets of those that no replica made good, with their bytes, are added to `lost`.
     """
+    # What is met now is healed here, and not by another thread at the same time, whose index would
+    # follow a moment after what is written.
+    with engine.healing:
+        return _repair(engine, seen, lost)
+
+
+def _repair(
+    engine: Engine, seen: Seen | None = None, lost: dict[int, int] | None = None
+) -> list[tuple[int, str]]:
     found = engine.verify(seen)
     if not found:
         return []
