@@ -83,7 +83,7 @@ def drained(q: Any) -> list[int]:
 def reclaim(q: Any) -> None:
     """Work until the first segment is given back."""
     while not q._store._engine.first_offset():
-        q.put_many(["n" * 1000] * 50)
+        q.put_many([b"n" * 1000] * 50)
         for msg in q.get_many(50):
             msg.ack()
 
@@ -216,7 +216,7 @@ def test_nothing_is_freed_that_a_replica_may_still_heal(
     q = open_queue(sync_replica=False)
     assert drained(q) == [n for n in range(COUNT) if n != lost]
     for _ in range(10):
-        q.put_many(["n" * 1000] * 50)
+        q.put_many([b"n" * 1000] * 50)
         for msg in q.get_many(50):
             msg.ack()
     engine = q._store._engine
