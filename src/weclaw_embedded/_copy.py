@@ -277,7 +277,7 @@ class Copy:
         """Some of the log's bytes from `offset` on, of one segment, as they are."""
         shift, _ = self.log.place(offset >> self.log.bits)
         # What can't be read must not come to the other side as something else.
-        return _files.read_at(self.fd, min(MAX_DATA, end - offset), offset + shift, around=False)
+        return _files.read_at(self.fd, min(MAX_DATA, end - offset), offset + shift)
 
     def read_slot(self, segment: int) -> bytes:
         """The packed header of a segment; nothing if it has none."""

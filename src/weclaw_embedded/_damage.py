@@ -26,7 +26,7 @@ from ._feeder import Address, normal, read_record
 from ._session import ALL, Session
 from ._shared import IS_COPY, IS_FENCED, REPLICATION, SharedPage
 from ._wake import Timer
-from .errors import ClosedError, DiskFullError, FencedError, StorageError, StoreFailedError
+from .errors import ClosedError, DiskFullError, StorageError
 from .wal import Log
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Damage:
     def _heal_quietly(self) -> None:
         self._heal_is_due = False
         # Each of these every later call says.
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+        with contextlib.suppress(StorageError, ClosedError):
             if not self.closed:
                 self.heal_met()
 

@@ -66,6 +66,7 @@ from .errors import (
     ClosedError,
     DiskFullError,
     FencedError,
+    StorageError,
     StoreFailedError,
 )
 from .wal import (
@@ -73,6 +74,7 @@ from .wal import (
     HEAD,
     HEADER_HEALED,
     LAST,
+    READ_AGAIN,
     SEGMENT_LABELLED,
     TAIL,
     WRITING,
@@ -212,6 +214,9 @@ class Engine(
             self.execute(lambda session: session.tx)
         # Before anything can be given back.
         self.heal_met()
+        self.log.is_at_rest = False
+        if self.log.unread:
+            self.page.share_unread(self.log.unread)
         if not self.page.words[REPLICATION] & (IS_COPY | IS_FENCED):
             if self.look_every_s < ALONE_CHECK_S:
                 self.execute(_tell_everybody)  # whoever waits is no longer alone
@@ -343,8 +348,9 @@ class Engine(
         noted = self.execute(lambda session: session.tx.damage())
         found = dict(self.healed)
         found.update(self.log.verify(seen))
+        look = self.log.at_rest()
         for offset, reason in noted:
-            if offset not in found and self.log.bad_place(offset) not in found:
+            if offset not in found and look.bad_place(offset) not in found:
                 found[offset] = reason
         return sorted(found.items())
 
@@ -393,6 +399,7 @@ class Engine(
                 self.replication.finish(last)
             # As it was found is as it was synced, if nobody has committed anything since.
             changed = words[INDEX_SEQ] or not words[INDEX_SYNCED]
+            clean = clean and not words[READ_AGAIN]
             self.index.close(sync=clean and bool(changed))
             if clean:
                 with contextlib.suppress(OSError, DiskFullError):
@@ -419,7 +426,7 @@ class Engine(
             session.finish()
             self.sync_file()
             self._record_end(words[TAIL])
-        except (StoreFailedError, DiskFullError) as error:
+        except StorageError as error:
             session.abort(error)
             return False
         words[COMMIT] = words[CLEAN_AT] = words[TAIL]

@@ -420,7 +420,7 @@ class Link:
             return
         n = min(MAX_DATA, end - at)
         # What can't be read must not come to the other side as something else.
-        data = _files.read_at(log.fd, n, at + log.place(segment)[0], around=False)
+        data = _files.read_at(log.fd, n, at + log.place(segment)[0])
         self._still_kept(segment)
         if len(data) < n:
             raise LinkDownError("the file ends before its log does")

@@ -58,11 +58,13 @@ __all__ = [
     "lock",
     "make_fifo",
     "match_owner_and_mode",
+    "name_of",
     "open_ro",
     "open_rw",
     "punch",
     "question",
     "read_all",
+    "read_around",
     "read_at",
     "replace",
     "room_bytes",
@@ -98,7 +100,7 @@ def _fail(error: OSError, what: str, fd: int) -> NoReturn:
     if error.errno in FULL:
         limit = "the file size limit" if error.errno == errno.EFBIG else "the disk or quota"
         raise DiskFullError(
-            f"{what} failed: {limit} is reached ({error.strerror}) for {_name_of(fd)}; what the "
+            f"{what} failed: {limit} is reached ({error.strerror}) for {name_of(fd)}; what the "
             f"file held is still there; make room and try again"
         ) from error
     raise error
@@ -113,7 +115,8 @@ def _fail_to_create(error: OSError | DiskFullError, path: str) -> NoReturn:
     ) from error
 
 
-def _name_of(fd: int) -> str:
+def name_of(fd: int) -> str:
+    """The name of an open file, for messages."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{fd}")
     return f"descriptor {fd}"
@@ -140,40 +143,48 @@ def close(fd: int) -> None:
 # Reading and writing ------------------------------------------------------------------------
 
 
-def read_at(fd: int, n: int, offset: int, *, around: bool = True) -> bytes:
-    """Read `n` bytes at `offset`; fewer only where the file ends.
+def read_at(fd: int, n: int, offset: int) -> bytes:
+    """Read `n` bytes at `offset`; fewer only where the file ends. Raises OSError."""
+    data = os.pread(fd, n, offset)
+    if len(data) == n or not data:
+        return data
+    pieces = [data]
+    got = len(data)
+    while got < n:
+        data = os.pread(fd, n - got, offset + got)
+        if not data:
+            break
+        pieces.append(data)
+        got += len(data)
+    return b"".join(pieces)
 
-    Pages that the device can't read come as bytes which are neither valid nor zero, so that they
-    are damage like any other and what stands around them is read; not `around`, they raise OSError.
+
+def read_around(fd: int, n: int, offset: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """`read_at`, and (begin, end) of each place that the device can't read.
+
+    What stands there comes as bytes which are neither valid nor zero, so that what stands around
+    it is read. Whether such a place is damage or a moment's failure is not known in here.
     """
     try:
-        data = os.pread(fd, n, offset)
-        if len(data) == n or not data:
-            return data
-        pieces = [data]
-        got = len(data)
-        while got < n:
-            data = os.pread(fd, n - got, offset + got)
-            if not data:
-                break
-            pieces.append(data)
-            got += len(data)
-        return b"".join(pieces)
+        return read_at(fd, n, offset), []
     except OSError as error:
-        if error.errno != errno.EIO or not around:
+        if error.errno != errno.EIO:
             raise
     half = offset + n // 2
     half -= half % _PAGE
     if half <= offset:
         half += _PAGE
     if half < offset + n:
-        first = read_at(fd, half - offset, offset)
+        first, unread = read_around(fd, half - offset, offset)
         if len(first) < half - offset:
-            return first
-        return first + read_at(fd, offset + n - half, half)
+            return first, unread
+        second, more = read_around(fd, offset + n - half, half)
+        return first + second, unread + more
     there = max(0, min(n, size(fd) - offset))
-    logger.warning("%s: %d bytes at %d can't be read (EIO)", _name_of(fd), there, offset)
-    return _UNREADABLE * there
+    if not there:
+        return b"", []
+    logger.warning("%s: %d bytes at %d can't be read (EIO)", name_of(fd), there, offset)
+    return _UNREADABLE * there, [(offset, offset + there)]
 
 
 def read_all(fd: int) -> bytes:

@@ -38,6 +38,7 @@ from ._segments import (
     SAFE,
     SLOTS,
     TAIL,
+    UNKNOWN,
     ZEROED,
     Segments,
 )
@@ -72,6 +73,10 @@ def find_segments(log: Segments) -> None:
         # Others may write meanwhile.
         look = _look_until_sure(log, look)
     n_slots, headers, recorded, head, last = look
+    unread = _unread_slots(log, look) if log.unread else []
+    if len(unread) > look.n_missing():
+        # It may be a later segment that they hold: to go on without it would be to lose it.
+        raise log.cannot_read(log.slot_position(unread[0]), SLOT_BYTES)
     if head > last:
         # What is there, if anything, was let go of long ago: to believe it would bring back what
         # was settled.
@@ -100,6 +105,8 @@ def find_segments(log: Segments) -> None:
         table[slot] = FREE | SAFE if slot < n_slots else 0
     for segment, slot in chosen.items():
         table[slot] = segment + 1
+    for slot in unread:
+        table[slot] = UNKNOWN
     if recorded < head and not log.readonly:
         # Known from a slot that may be cut off just now: what was let go of must not come back.
         record = pack_head(head, log.header.store_id)
@@ -140,6 +147,11 @@ class _Look(NamedTuple):
             missing -= 1
         return missing if missing >= self.head else -1
 
+    def n_missing(self) -> int:
+        """How many segments from the head to the last have no slot."""
+        numbers = {header.segment for header in self.headers.values()}
+        return sum(number not in numbers for number in range(self.head, self.last + 1))
+
     def until(self, segment: int) -> _Look:
         """The same without what begins later."""
         headers = {slot: one for slot, one in self.headers.items() if one.segment <= segment}
@@ -175,6 +187,17 @@ def _look_until_sure(log: Segments, look: _Look) -> _Look:
     return look
 
 
+def _unread_slots(log: Segments, look: _Look) -> list[int]:
+    """The slots of which the disk reads no header, so that nobody knows what is in them."""
+    found = []
+    for slot in range(look.n_slots):
+        position = log.slot_position(slot)
+        copies = (position, position + log.segment_bytes - SLOT_BYTES)
+        if slot not in look.headers and all(log.is_unread(at, SLOT_BYTES) for at in copies):
+            found.append(slot)
+    return found
+
+
 def recorded_head(log: Segments) -> int:
     """The head that the file records; 0 when it records none that is whole."""
     return unpack_head(_files.read_at(log.fd, HEADER_BYTES, 0), log.header.store_id)
@@ -183,10 +206,10 @@ def recorded_head(log: Segments) -> int:
 def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:
     """The header of each slot that has one.  Thousands at each opening, so without detours."""
     headers = {}
-    fd, store_id, segment_bytes = log.fd, log.header.store_id, log.segment_bytes
-    read_at = _files.read_at
+    store_id, segment_bytes = log.header.store_id, log.segment_bytes
+    bytes_at = log.bytes_at
     for slot in range(n_slots):
-        data = read_at(fd, SLOT_BYTES, HEADER_BYTES + slot * segment_bytes)
+        data = bytes_at(SLOT_BYTES, HEADER_BYTES + slot * segment_bytes)
         header = unpack_slot(data, store_id, segment_bytes) or log.read_slot(slot)
         if header is not None:
             headers[slot] = header
@@ -248,7 +271,7 @@ def restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
             continue
         copy = pack_slot(header, log.header.store_id)
         for at in (position, position + log.segment_bytes - SLOT_BYTES):
-            if _files.read_at(log.fd, SLOT_BYTES, at) != copy:
+            if log.bytes_at(SLOT_BYTES, at) != copy:
                 _files.write_at(log.fd, [copy], at)
                 healed.append((segment << log.bits, "a copy of the slot header was damaged"))
     return healed
@@ -266,7 +289,7 @@ def find_spares(log: Segments, needs: int) -> None:
             log.state.slots[slot] = FREE | SAFE | PUNCHED | needs  # it may have no space
             continue
         if n_zeroed < 2:
-            data = _files.read_at(log.fd, log.segment_bytes, position)
+            data, _ = _files.read_around(log.fd, log.segment_bytes, position)
             if not data.strip(b"\0"):
                 log.state.slots[slot] = FREE | SAFE | ZEROED
                 n_zeroed += 1

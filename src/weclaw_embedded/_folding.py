@@ -20,7 +20,7 @@ from ._index import BehindError, Index, IndexFullError, Tx
 from ._rebuild import Last, fold_in_parts, seed
 from ._session import Appended, Session
 from ._shared import SharedPage
-from .errors import CorruptError
+from .errors import CorruptError, StorageError
 from .wal import TAIL, Log, Recovery
 
 logger = logging.getLogger("weclaw_embedded")
@@ -111,8 +111,9 @@ class Folding:
                     tx.apply_stretch(few)
                     applied = few.end
                 tx.told_ahead(applied)
-            except BehindError:
-                # What is known is read anew. Where rows are asked for, more will be.
+            except (BehindError, StorageError):
+                # What is known is read anew. Where rows are asked for, more will be; and who has
+                # the lock is told what can't be read.
                 self._ahead_from = tail + _AHEAD_PAUSE_BYTES
 
     def _join_leader(self, tx: Tx) -> None:

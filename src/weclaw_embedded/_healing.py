@@ -361,7 +361,7 @@ def _lacks(log: Log, start: int, end: int) -> list[_Lack]:
             begin = segment << log.bits
             lacks.append(_Lack(begin, log.limit(segment), "its slot headers are lost", True))
     missing = {lack.begin >> log.bits for lack in lacks}
-    for begin, stop, reason in unreadable(log, start, _end_of_segment(log, end - 1)):
+    for begin, stop, reason in unreadable(log.at_rest(), start, _end_of_segment(log, end - 1)):
         if begin >> log.bits not in missing:
             lacks.append(_Lack(begin, stop, reason, False))
     return lacks
@@ -426,6 +426,7 @@ def _write(log: Log, found: list[_Found]) -> list[int]:
     """Put what was found in its place; the caller holds the write lock."""
     healed = []
     written: list[tuple[_Lack, bytes, int]] = []
+    look = log.at_rest()
     for lack, slot, data in found:
         if lack.is_segment:
             if _write_segment(log, slot, data):
@@ -436,7 +437,7 @@ def _write(log: Log, found: list[_Found]) -> list[int]:
         except (LookupError, CorruptError):
             continue
         if salt == slot.salt:
-            before = _files.read_at(log.fd, lack.end - lack.begin, lack.begin + shift)
+            before = look.bytes_at(lack.end - lack.begin, lack.begin + shift)
             if before != data:
                 _files.write_at(log.fd, [data], lack.begin + shift)
                 written.append((lack, before, shift))
@@ -444,10 +445,11 @@ def _write(log: Log, found: list[_Found]) -> list[int]:
     for lack, before, shift in written:
         # What is no better is put back; a neighbour that is stays.
         begin = lack.begin
-        for place, end, _ in unreadable(log, lack.begin, _end_of_segment(log, lack.begin)):
+        for place, end, _ in unreadable(look, lack.begin, _end_of_segment(log, lack.begin)):
             if lack.begin <= place < lack.end:
                 piece = before[place - lack.begin : end - lack.begin]
-                _files.write_at(log.fd, [piece], place + shift)
+                if not look.is_unread(place + shift, end - place):
+                    _files.write_at(log.fd, [piece], place + shift)
                 if begin < place:
                     healed.append(begin)
                 begin = end

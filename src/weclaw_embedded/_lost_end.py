@@ -109,10 +109,11 @@ def _frames_in(log: Segments, slot: int) -> _Frames | None:
     """What the frames say in a slot that has no header; None if it has one, or holds none."""
     position = log.slot_position(slot)
     size = min(log.segment_bytes - 2 * SLOT_BYTES, _MOST_BYTES)
-    data = _files.read_at(log.fd, min(size, _PIECE), position + SLOT_BYTES)
+    # (What can't be read in a slot that is free is nobody's loss.)
+    data, _ = _files.read_around(log.fd, min(size, _PIECE), position + SLOT_BYTES)
     if not data[:PART_BYTES].strip(b"\0") or log.read_slot(slot) is not None:
         return None
-    data += _files.read_at(log.fd, size - len(data), position + SLOT_BYTES + len(data))
+    data += _files.read_around(log.fd, size - len(data), position + SLOT_BYTES + len(data))[0]
     if log.read_slot(slot) is not None:
         return None  # somebody has begun it meanwhile
     if len(data) < PART_BYTES:
@@ -174,6 +175,6 @@ def _end_of(log: Segments, segment: int) -> tuple[int, int]:
                 checkpoint = at + PART_BYTES
             at += len(part)
     except BadPartError:
-        if _files.read_at(log.fd, limit - at, at + log.place(segment)[0]).strip(b"\0"):
+        if log.bytes_at(limit - at, at + log.place(segment)[0]).strip(b"\0"):
             at = limit  # what is bad there is found by whoever reads it
     return at, checkpoint

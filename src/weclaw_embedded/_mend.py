@@ -34,9 +34,10 @@ from ._format import (
     pack_slot,
     part_checksum,
 )
+from ._reading import Reading
 from ._records import SKIPPABLE
 from ._scan import BadPartError, check_part
-from ._segments import FREE, ZEROED
+from ._segments import FREE, UNKNOWN, ZEROED
 from ._session import Session
 from .errors import CorruptError, StorageError
 from .wal import HEAD, LAST, TAIL, Log, new_salt
@@ -139,7 +140,7 @@ def _write_copy(log: Log, segments: list[int], tail: int, seen: Seen | None, fd:
         at = HEADER_BYTES + place * size
         number = log.slot_of(segment)
         slot = log.read_slot(number)
-        data = bytearray(_files.read_at(log.fd, size, log.slot_position(number)))
+        data = bytearray(log.bytes_at(size, log.slot_position(number)))
         if log.is_gone(segment):
             raise LookupError(f"segment {segment} is no longer kept")
         if slot is None:
@@ -186,7 +187,11 @@ def _repair(
         log = session.log
         found_again = [_give_slot(session, segment) for segment in reversed(lost_segments(log))]
         before: list[tuple[int, int, str]] = []
-        spots = unreadable(log, log.head_offset, log.state.words[TAIL])
+        look = log.at_rest()
+        spots = unreadable(look, log.head_offset, log.state.words[TAIL])
+        for place in look.unread:
+            if not log.is_known_unread(place):
+                raise log.cannot_read(place[0], place[1] - place[0])
         while spots and spots != before:
             for start, end, reason in spots:
                 if lost is not None:
@@ -197,7 +202,7 @@ def _repair(
                 _blank(log, start, end)
             # What went on in the next segment was passed over with its beginning: now it stands
             # there alone.
-            before, spots = spots, unreadable(log, log.head_offset, log.state.words[TAIL])
+            before, spots = spots, unreadable(look, log.head_offset, log.state.words[TAIL])
         _write_headers(log)
         return any(found_again)
 
@@ -256,9 +261,9 @@ def find_slot(log: Log, header: SlotHeader) -> int | None:
     for slot, entry in enumerate(log.table()):
         if entry == header.segment + 1:
             return slot
-        if not entry & FREE or entry & ZEROED:
+        if entry != UNKNOWN and (not entry & FREE or entry & ZEROED):
             continue
-        data = _files.read_at(
+        data, _ = _files.read_around(
             log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
         )
         crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
@@ -316,9 +321,9 @@ def _end_of_frames(log: Log, segment: int) -> int:
     return limit if any(offset >= end for offset in bad) else end
 
 
-def unreadable(log: Log, first: int, last: int) -> list[tuple[int, int, str]]:
+def unreadable(log: Reading, first: int, last: int) -> list[tuple[int, int, str]]:
     """(start, end, reason) of what lies between good frames and is none, from the first of these
-    offsets to the last.
+    offsets to the last. Who is to find what the disk can't read, too, looks at the log at rest.
     """
     bad: list[tuple[int, str]] = []
     found: list[tuple[int, int, str]] = []
@@ -361,7 +366,8 @@ def _write_headers(log: Log) -> None:
     packed = pack_header(log.header)
     for at in (0, HEADER_BYTES // 2):
         # Not the good one: the sync comes later, without the lock, and power may fail before it.
-        if _files.read_at(log.fd, HEADER_COPY_BYTES, at) != packed[at : at + HEADER_COPY_BYTES]:
+        copy, _ = _files.read_around(log.fd, HEADER_COPY_BYTES, at)
+        if copy != packed[at : at + HEADER_COPY_BYTES]:
             _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
     for segment in log.segments():
         slot = log.slot_of(segment)

@@ -61,7 +61,7 @@ from .errors import (
     StorageError,
     StoreFailedError,
 )
-from .wal import COMMIT, HEAD, LAST, LAST_FRAME, TAIL, Log, Recovery
+from .wal import COMMIT, HEAD, LAST, LAST_FRAME, READ_AGAIN, TAIL, Log, Recovery
 
 # Bytes past the largest offset of the log, so that no lock ever covers data.
 LOCKS_AT: Final = 1 << 62
@@ -256,7 +256,7 @@ def create(path: str, segment_bytes: int) -> None:
 
 def read_header(fd: int, path: str) -> FileHeader:
     """What the file says about itself. Raises NotAQueueError, FormatVersionError, CorruptError."""
-    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0, around=False), path)
+    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
 
 
 def _open_fd(
@@ -311,6 +311,7 @@ def _attach(path: str, fd: int, header: FileHeader, directory: str, page: Shared
     index: Index | None = None
     try:
         log = Log(fd, header, page)
+        log.is_at_rest = False
         index = Index.open(os.path.join(directory, INDEX_NAME), create=False)
         role = unpack_role(_files.read_at(fd, HEADER_BYTES, 0), header.store_id)
         slot, token = take_owner_slot(fd, page)
@@ -354,6 +355,8 @@ def _open_first(
     old = attach_page(directory, fd, header)
     same_boot = old is not None
     failed = old is not None and bool(old.words[FAILED])
+    # What could not be read may be readable by now, and what can't be by now is damage.
+    doubtful = old is not None and bool(old.words[READ_AGAIN])
     commit = 0 if old is None else old.words[COMMIT]
     near = 0 if old is None else old.words[LAST_FRAME]
     shift = None if old is None else old.shift
@@ -376,7 +379,10 @@ def _open_first(
             else None
         )
         marked = read_clean_mark(os.path.join(directory, INDEX_NAME)) is not None
-        index, recovery, rebuild = _recover(directory, log, commit, near, same_boot, failed, more)
+        index, recovery, rebuild = _recover(
+            directory, log, commit, near, same_boot, failed, more, doubtful
+        )
+        page.share_unread(log.unread)
         # Who only looks has nothing to write or to sync at its end.
         page.words[INDEX_SYNCED] = marked and not rebuild
         if recovery.ends_vouched:
@@ -429,11 +435,14 @@ def _recover(
     same_boot: bool,
     failed: bool,
     complete: Callable[[Mapping[str, Any]], bool] | None,
+    doubtful: bool,
 ) -> tuple[Index, Recovery, bool]:
     """Find the log's end, and an index that may be believed; True if it is to be folded anew, which
-    is begun here.
+    is begun here. With what is `doubtful` it always is.
     """
-    index = believable_index(os.path.join(directory, INDEX_NAME), same_boot and not failed)
+    index = None
+    if not doubtful:
+        index = believable_index(os.path.join(directory, INDEX_NAME), same_boot and not failed)
     rebuild = None
     if index is None:
         index = new_index(directory)

@@ -9,6 +9,7 @@ It must not know what records mean.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 from typing import NoReturn, TypeAlias
 from zlib import crc32
@@ -74,6 +75,10 @@ class Reading(Segments):
         self._window = _NO_WINDOW
         self._part = self._older = _NO_PART
 
+    def at_rest(self) -> Reading:
+        """The same log for who looks at all of it, and reads around what can't be read."""
+        return Reading(self.fd, self.header, self.state, readonly=self.readonly)
+
     def read(self, offset: int) -> bytes:
         """The bytes of the record at `offset`, checked. Raises as `read_with_time` does."""
         return self.read_with_time(offset)[0]
@@ -82,7 +87,7 @@ class Reading(Segments):
         """The bytes of the record at `offset`, checked, and the time (us) of its frame.
 
         Raises LookupError when no record begins there or it is no longer kept, CorruptError when
-        it is damaged.
+        it is damaged, StorageError when it can't be read just now.
         """
         begin, data, lengths, time_us, _ = self._part
         at = offset - begin
@@ -159,7 +164,12 @@ class Reading(Segments):
         else:
             self._window_bytes = _SMALL_WINDOW
         stop = min(self.limit(segment), self.state.words[TAIL])
-        data = _files.read_at(self.fd, min(self._window_bytes, stop - begin), begin + shift)
+        try:
+            data = _files.read_at(self.fd, min(self._window_bytes, stop - begin), begin + shift)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return None  # it may be what follows that can't be read
         if len(data) < _ALONE_BYTES:
             return None
         crc, length, commit_flags, time_us, envelope = PART_AND_ENVELOPE.unpack_from(data)
@@ -190,7 +200,7 @@ class Reading(Segments):
             shift, salt = self.place(segment)
         except (LookupError, MissingSegmentError):
             return None  # freed meanwhile, or damaged, which the walk reports
-        found = stretch_of(start, _files.read_at(self.fd, size + SLOT_BYTES, start + shift), salt)
+        found = stretch_of(start, self.bytes_at(size + SLOT_BYTES, start + shift), salt)
         if not found.places or found.end != tail:
             return None
         self._last = found.last_of(tail)
@@ -220,7 +230,7 @@ class Reading(Segments):
             raise LookupError(f"offset {offset} is beyond the end of the log")
         try:
             shift, _ = self.place(segment)
-            data = _files.read_at(self.fd, ENVELOPE_BYTES, offset + shift)
+            data = self.bytes_at(ENVELOPE_BYTES, offset + shift)
             if len(data) < ENVELOPE_BYTES or offset < first:
                 raise LookupError(f"no record begins at offset {offset}")
             length, back = ENVELOPE.unpack(data)
@@ -377,7 +387,7 @@ class Reading(Segments):
             except MissingSegmentError:
                 break  # what stood there is gone, whatever it belonged to
             first = (segment << self.bits) + SLOT_BYTES
-            head = _files.read_at(self.fd, PART_BYTES, first + shift)
+            head = self.bytes_at(PART_BYTES, first + shift)
             if len(head) < PART_BYTES or PART.unpack(head)[2] & FIRST:
                 break
             segment -= 1  # its frame began in the segment before
@@ -416,7 +426,7 @@ class Reading(Segments):
 
     def checksum(self, offset: int) -> int:
         shift, _ = self.place(offset >> self.bits)
-        return int.from_bytes(_files.read_at(self.fd, 4, offset + shift), "little")
+        return int.from_bytes(self.bytes_at(4, offset + shift), "little")
 
     def last_time_us(self) -> int:
         """The time of the last frame; 0 in an empty log."""
@@ -424,7 +434,7 @@ class Reading(Segments):
         if not offset:
             return 0
         shift, _ = self.place(offset >> self.bits)
-        return int(PART.unpack(_files.read_at(self.fd, PART_BYTES, offset + shift))[3])
+        return int(PART.unpack(self.bytes_at(PART_BYTES, offset + shift))[3])
 
     def remember_last(self, tail: int, offset: int, checksum: int | None = None) -> None:
         """Take note that the frame at `offset`, with this checksum, ends at `tail`: whoever knows

@@ -10,6 +10,8 @@ Invariants:
   once: that is damage, reported and passed over.  A bad frame that none vouches for is where the
   writing ended: cut there, quietly.
 * What lies beyond a cut can't come back: it is zeroed and the log goes on in a new segment.
+* What can't be read may be readable another time: nothing is cut where it would go, too, and what
+  is torn there is reported with it.
 * Time is bounded by reading the file a few times, whatever its bytes.
 
 It must not know what records mean.
@@ -54,6 +56,7 @@ from ._segments import (
     LAST,
     SAFE,
     TAIL,
+    UNKNOWN,
     WRITING,
     Segments,
 )
@@ -190,7 +193,7 @@ def _begins_a_frame(log: Segments, segment: int) -> bool:
         shift, _ = log.place(segment)
     except CorruptError:
         return False
-    data = _files.read_at(log.fd, PART_BYTES, (segment << log.bits) + SLOT_BYTES + shift)
+    data = log.bytes_at(PART_BYTES, (segment << log.bits) + SLOT_BYTES + shift)
     return len(data) == PART_BYTES and bool(PART.unpack(data)[2] & FIRST)
 
 
@@ -206,7 +209,7 @@ def _write_again(log: Segments, commit: int) -> None:
         position = log.slot_position(slot)
         for at in range(0, log.segment_bytes, _PIECE):
             n = min(_PIECE, log.segment_bytes - at)
-            piece = _files.read_at(log.fd, n, position + at, around=False)
+            piece = _files.read_at(log.fd, n, position + at)
             if piece:
                 _files.write_at(log.fd, [piece], position + at)
 
@@ -343,6 +346,9 @@ def _walk_to_end(
             last = max(run for run in runs if run[0] <= i)
             # Where a whole segment is missing, the log ends with the frames before it.
             cut = offset if offset & (log.segment_bytes - 1) else last[1]
+            if _is_unread_from(log, cut):
+                # What the disk may read another time, or what says that it was there, is not torn.
+                cut, last = None, runs[-1]
             break
     recovery.damaged = [spot for spot in bad if cut is None or spot[0] < cut]
     _, _, recovery.last_time_us, words[CHECKPOINT] = last
@@ -364,6 +370,16 @@ def _walk_to_end(
     return recovery, walk.is_boundary
 
 
+def _is_unread_from(log: Segments, cut: int) -> bool:
+    """Whether something at or beyond a place of the log could not be read."""
+    for segment in log.segments():
+        shift, _ = log.place(segment)
+        begin, end = max(cut, segment << log.bits), (segment + 1) << log.bits
+        if begin < end and log.unread and log.is_unread(begin + shift, end - begin):
+            return True
+    return False
+
+
 def _bytes_beyond(log: Segments, cut: int) -> int:
     """How many bytes that are not zero at the end lie beyond the cut."""
     total = 0
@@ -372,7 +388,7 @@ def _bytes_beyond(log: Segments, cut: int) -> int:
             continue
         shift, _ = log.place(segment)
         begin = max(cut, (segment << log.bits) + SLOT_BYTES)
-        data = _files.read_at(log.fd, log.limit(segment) - begin, begin + shift)
+        data = log.bytes_at(log.limit(segment) - begin, begin + shift)
         total += len(data.rstrip(b"\0"))
     return total
 
@@ -412,7 +428,7 @@ def _zero(log: Segments, begin: int, end: int, shift: int) -> None:
     """Zero a range of the log, as far as it isn't."""
     for at in range(begin, end, _PIECE):
         n = min(_PIECE, end - at)
-        used = len(_files.read_at(log.fd, n, at + shift).rstrip(b"\0"))
+        used = len(log.bytes_at(n, at + shift).rstrip(b"\0"))
         if used:
             _files.zero_fill(log.fd, at + shift, used)
 
@@ -432,7 +448,7 @@ def heal(log: Segments) -> None:
         header = log.read_slot(slot)
         if header is not None and header.segment > segment:
             begun[header.segment] = slot
-        elif entry < FREE:  # given to a segment whose header was never written
+        elif UNKNOWN < entry < FREE:  # given to a segment whose header was never written
             log.give_back(slot)
     if accept:
         last = segment
@@ -472,10 +488,10 @@ def _accept(log: Segments, tail: int) -> int:
 
 
 def verify(log: Segments, seen: Callable[[int, int], None] | None = None) -> list[tuple[int, str]]:
-    """See `Log.verify`."""
+    """See `Log.verify`; `log` is one at rest."""
     found: list[tuple[int, str]] = []
     words = log.state.words
-    block = _files.read_at(log.fd, HEADER_BYTES, 0)
+    block, _ = _files.read_around(log.fd, HEADER_BYTES, 0)
     for name, at in (("first", 0), ("second", HEADER_BYTES // 2)):
         try:
             unpack_header(block[at : at + HEADER_BYTES // 2])
@@ -488,7 +504,7 @@ def verify(log: Segments, seen: Callable[[int, int], None] | None = None) -> lis
         except KeyError:
             continue  # freed while we looked; one that lost its headers is found below
         for name, at in (("first", 0), ("second", log.segment_bytes - SLOT_BYTES)):
-            data = _files.read_at(log.fd, SLOT_BYTES, position + at)
+            data = log.bytes_at(SLOT_BYTES, position + at)
             header = unpack_slot(data, log.header.store_id, log.segment_bytes)
             if (header is None or header.segment != segment) and not log.is_gone(segment):
                 found.append((segment << log.bits, f"the {name} slot header is damaged"))

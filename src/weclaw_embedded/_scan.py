@@ -19,7 +19,6 @@ from struct import Struct
 from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
-from . import _files
 from ._format import (
     CHECKPOINT_FRAME,
     ENVELOPE_BYTES,
@@ -66,6 +65,7 @@ _ALONE = Struct("<IIQ8xQQ")
 _UNUSUAL = 0xFF & ~KNOWN_FLAGS | WHOLE | CHECKPOINT_FRAME
 _SMALLEST = PART_BYTES + ENVELOPE_BYTES + 1  # a frame of one record of one byte
 _ZERO_HEADER = bytes(PART_BYTES)
+_UNREADABLE = "the disk can't read it"
 
 
 class Frame(NamedTuple):
@@ -106,7 +106,7 @@ def check_part(
 ) -> tuple[int, int, bytes]:
     """Read the part at `offset`, which must end by `stop`: (commit and flags, time, its bytes)."""
     shift, salt = log.place(offset >> log.bits)
-    head = _files.read_at(log.fd, PART_BYTES, offset + shift)
+    head = log.bytes_at(PART_BYTES, offset + shift)
     if len(head) < PART_BYTES:
         raise BadPartError(offset, "the file ends here")
     crc, length, commit_flags, time_us = PART.unpack(head)
@@ -114,12 +114,15 @@ def check_part(
     if not length:
         raise BadPartError(offset, "no frame here" if head == _ZERO_HEADER else "length 0")
     if end > stop:
-        raise BadPartError(offset, f"a length of {length} that doesn't fit")
-    part = head + _files.read_at(log.fd, length, offset + shift + PART_BYTES)
+        is_unread = log.unread and log.is_unread(offset + shift, PART_BYTES)
+        reason = _UNREADABLE if is_unread else f"a length of {length} that doesn't fit"
+        raise BadPartError(offset, reason)
+    part = head + log.bytes_at(length, offset + shift + PART_BYTES)
     if len(part) < PART_BYTES + length:
         raise BadPartError(offset, "the file ends within the frame")
     if check and part_checksum(part[4:], salt, offset) != crc:
-        raise BadPartError(offset, "the checksum is wrong", end)
+        is_unread = log.unread and log.is_unread(offset + shift, PART_BYTES + length)
+        raise BadPartError(offset, _UNREADABLE if is_unread else "the checksum is wrong", end)
     if commit_flags & 0xFF & ~KNOWN_FLAGS or commit_flags >> 8 > offset:
         raise BadPartError(offset, "flags or commit point make no sense", end)
     return commit_flags, time_us, part
@@ -280,7 +283,7 @@ def stretches(
             # What stands behind is read too, so that a record can be unpacked before its size is
             # looked at.
             wanted = min(stop - offset, room)
-            data = _files.read_at(log.fd, wanted + _BEHIND, offset + shift)
+            data = log.bytes_at(wanted + _BEHIND, offset + shift)
             base, at, room = offset, 0, _WINDOW
             while at < wanted:
                 stretch = stretch_of(base, data, salt, at, check)
@@ -420,7 +423,7 @@ def _pass_over(
 def _pieces(log: Segments, offset: int, stop: int, shift: int) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of what stands there, in pieces that overlap by more than a part's header."""
     while offset < stop:
-        data = _files.read_at(log.fd, min(stop - offset, _PIECE), offset + shift)
+        data = log.bytes_at(min(stop - offset, _PIECE), offset + shift)
         yield offset, data
         if len(data) < _PIECE:
             return
@@ -445,7 +448,7 @@ def _search(
         """Whether one stands at an offset; of what stands from `begin` on there is some at hand."""
         head = data[at - begin : at - begin + PART_BYTES]
         if len(head) < PART_BYTES:
-            head = _files.read_at(log.fd, PART_BYTES, at + shift)
+            head = log.bytes_at(PART_BYTES, at + shift)
             if len(head) < PART_BYTES:
                 return False
         crc, length, commit_flags, _ = PART.unpack(head)
@@ -457,7 +460,7 @@ def _search(
             return False
         part = data[at - begin + 4 : end - begin]
         if len(part) < end - at - 4:
-            part = _files.read_at(log.fd, end - at - 4, at + shift + 4)
+            part = log.bytes_at(end - at - 4, at + shift + 4)
         return bool(part_checksum(part, salt, at) == crc)
 
     # If only the body or the checksum is hit, the length still says where the next one begins.

@@ -15,6 +15,10 @@ Invariants:
   reached.  Without the second step a power cut could bring back a segment that is half zeroed,
   and that would be reported as damage.
 * A slot is given to a segment only when it holds nothing but zeros.
+* What the device fails to read is no damage as long as it may be readable at another time. Only who
+  looks at the log at rest reads around it and calls it damage; in a store at work the call fails,
+  but for places that the opening could not read either. Nothing that could not be read is written
+  over, except by who has been told to repair it or has its bytes from a copy.
 
 It must not know what frames look like.
 """
@@ -22,6 +26,7 @@ It must not know what frames look like.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import sys
 
@@ -38,7 +43,7 @@ from ._format import (
     pack_slot,
     unpack_slot,
 )
-from .errors import CorruptError, DiskFullError
+from .errors import CorruptError, DiskFullError, StorageError
 
 __all__ = [
     "ANNOUNCED",
@@ -47,6 +52,7 @@ __all__ = [
     "HEAD",
     "LAST",
     "LAST_FRAME",
+    "READ_AGAIN",
     "RESERVE",
     "RESERVE_EACH",
     "SLOTS",
@@ -64,12 +70,15 @@ __all__ = [
 # there is a RESERVE, so that each put looks.  ANNOUNCED: the HEAD that the file itself records.
 # LAST_FRAME: where the last frame begins.  RESERVE: bytes of free slots that must be left for
 # work to be finished with, 0 while the disk has room enough; RESERVE_EACH: how many more with each
-# record that is put.
+# record that is put.  READ_AGAIN: 1 once something could not be read, or what was made of the log
+# may not be believed: whoever opens the file next looks at all of it.
 TAIL, COMMIT, HEAD, LAST, WRITING, SLOTS, CHECKPOINT, SPARES, ANNOUNCED, LAST_FRAME = range(10)
-RESERVE, RESERVE_EACH = 10, 11
+RESERVE, RESERVE_EACH, READ_AGAIN = 10, 11, 12
 WORDS = 16  # what a LogState must have room for; the others are kept for later
 
-# An entry of the slot table: segment number + 1 of a slot in use; else free.
+# An entry of the slot table: segment number + 1 of a slot in use; else free, or one of which nobody
+# could read what is in it.
+UNKNOWN = 0
 FREE = 1 << 63
 ZEROED = 1 << 62
 PUNCHED = 1 << 61
@@ -107,6 +116,10 @@ class LogState:
     def refresh_slots(self) -> None:
         """Follow the growth that another process made."""
 
+    def unread(self) -> list[tuple[int, int]]:
+        """(begin, end) in the file of what the opening could not read, as others have noted it."""
+        return []
+
     def has_let_go(self, log: Segments, segment: int) -> bool:
         """Whether a segment was let go of by now; HEAD says so then."""
         return segment < self.words[HEAD]
@@ -114,6 +127,8 @@ class LogState:
 
 class Segments:
     """The slots of one open file.  See the module."""
+
+    is_at_rest = True  # until a store begins its work with it
 
     def __init__(
         self, fd: int, header: FileHeader, state: LogState, *, readonly: bool = False
@@ -132,6 +147,51 @@ class Segments:
         self.known_end = 0
         self.is_overwritten = False
         self.taken: set[int] = set()  # slots given to segments that are not written yet
+        # (begin, end) in the file of what could not be read by who looked at it at rest.
+        self.unread: list[tuple[int, int]] = []
+
+    # Reading -----------------------------------------------------------------------------
+
+    def bytes_at(self, n: int, position: int) -> bytes:
+        """Read `n` bytes at a position of the file; fewer only where it ends.
+
+        At rest what can't be read comes as bytes that are neither valid nor zero, and is in
+        `unread` then. In a store at work StorageError, unless the opening could not read it either.
+        """
+        try:
+            return _files.read_at(self.fd, n, position)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return self._read_around(n, position, error)
+
+    def _read_around(self, n: int, position: int, error: OSError) -> bytes:
+        self.state.words[READ_AGAIN] = 1
+        data, unread = _files.read_around(self.fd, n, position)
+        if not self.is_at_rest:
+            self.unread += [place for place in self.state.unread() if place not in self.unread]
+            for place in unread:
+                if not self.is_known_unread(place):
+                    raise self.cannot_read(place[0], place[1] - place[0]) from error
+        self.unread += [place for place in unread if place not in self.unread]
+        return data
+
+    def is_known_unread(self, place: tuple[int, int]) -> bool:
+        """Whether all of a place is in one that could not be read at rest."""
+        return any(begin <= place[0] and place[1] <= end for begin, end in self.unread)
+
+    def is_unread(self, position: int, n: int) -> bool:
+        """Whether some of these bytes of the file could not be read at rest."""
+        return any(begin < position + n and position < end for begin, end in self.unread)
+
+    def cannot_read(self, position: int, n: int) -> StorageError:
+        """What to raise where the device does not read what must be known."""
+        return StorageError(
+            f"{_files.name_of(self.fd)}: {n} bytes at {position} could not be read "
+            "(Input/output error); nothing was changed, and nothing is lost that the disk still "
+            "has; look at the disk, close the file in every process and open it again: what can't "
+            "be read then is set aside as damage, and the rest flows"
+        )
 
     # Looking up --------------------------------------------------------------------------
 
@@ -237,10 +297,10 @@ class Segments:
     def read_slot(self, slot: int) -> SlotHeader | None:
         """The header of a slot, from whichever end of it has one; None: none there."""
         position = self.slot_position(slot)
-        data = _files.read_at(self.fd, SLOT_BYTES, position)
+        data = self.bytes_at(SLOT_BYTES, position)
         header = unpack_slot(data, self.header.store_id, self.segment_bytes)
         if header is None:
-            data = _files.read_at(self.fd, SLOT_BYTES, position + self.segment_bytes - SLOT_BYTES)
+            data = self.bytes_at(SLOT_BYTES, position + self.segment_bytes - SLOT_BYTES)
             header = unpack_slot(data, self.header.store_id, self.segment_bytes)
         return header
 

@@ -79,7 +79,13 @@ class Session:
 
     def _open(self) -> Tx:
         tx = self._tx = self.engine.index.write(True)
-        self.engine.catch_up(tx)
+        try:
+            self.engine.catch_up(tx)
+        except BaseException:
+            # It knows a part of what is new, and there may be others in this turn who look.
+            self._tx = None
+            tx.abort()
+            raise
         if self._appended:
             tx.apply(self._appended)
         return tx

@@ -68,6 +68,8 @@ INDEX_SYNCED = 52  # 1 when the index was on stable storage as it was found; com
 # Why nothing is promised any more.
 DISK_FAILED, FILE_MOVED, SCRATCH_MOVED = 1, 2, 3
 WORDS_BYTES: Final = 4096
+UNREAD = 320  # how many places of the file the opening could not read; begin and end of each follow
+_MOST_UNREAD: Final = 95
 # What must outlive a page that is being made anew by one who dies over it: a magic, store id, boot
 # id, and the words of `replica_words`.
 _KEPT_AT: Final = 2048
@@ -176,6 +178,22 @@ class SharedPage(LogState):
         words[DEAD_SEQ] = secrets.randbits(62)
         words[NONCE] = secrets.randbits(62)
         words[CHECKED] = 1
+
+    def share_unread(self, places: list[tuple[int, int]]) -> None:
+        """Say to all who open the file what could not be read at rest. Where it is too much to note
+        it is as if one place went up to the last.
+        """
+        words = self.words
+        places = sorted(places)
+        if len(places) > _MOST_UNREAD:
+            places = [*places[: _MOST_UNREAD - 1], (places[_MOST_UNREAD - 1][0], places[-1][1])]
+        for n, place in enumerate(places):
+            words[UNREAD + 1 + 2 * n], words[UNREAD + 2 + 2 * n] = place
+        words[UNREAD] = len(places)
+
+    def unread(self) -> list[tuple[int, int]]:
+        found = self.words[UNREAD + 1 : UNREAD + 1 + 2 * self.words[UNREAD]].tolist()
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def belongs_to(
         self, store_id: bytes, boot_id: bytes, identity: tuple[int, int, int], disk: int

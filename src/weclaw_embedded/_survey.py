@@ -264,7 +264,7 @@ def set_aside_in(store: Store, places: list[int]) -> int:
         return [offset for offset, _ in session.tx.damage()]
 
     found = set(places)
-    log = store._engine.log
+    log = store._engine.log.at_rest()
     return sum(
         offset not in found and log.bad_place(offset) in found for offset in store._run(look)
     )
@@ -301,7 +301,7 @@ class Gone(NamedTuple):
 def repair(store: Store, update: Update) -> list[Gone]:
     """`Store.repair`, telling how far it is, and what was where it found something."""
     engine = store._writable()
-    log = engine.log
+    log = engine.log.at_rest()
     places: dict[int, int] = {}
     for start, end, _ in _mend.unreadable(log, log.head_offset, end_of_log(store)):
         places[start] = end - start

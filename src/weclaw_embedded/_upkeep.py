@@ -22,7 +22,7 @@ from ._index import Index
 from ._session import Session
 from ._shared import SharedPage
 from ._wake import Timer
-from .errors import ClosedError, DiskFullError, FencedError, StoreFailedError
+from .errors import ClosedError, DiskFullError, StorageError
 from .wal import LAST, RESERVE, SPARES, Log
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class Upkeep:
 
         words = self.page.words
         if words[RESERVE] or is_short(self.log):
-            with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+            with contextlib.suppress(StorageError, ClosedError):
                 self.turn(_keep_reserve)
 
     def _feed_index(self) -> None:
         """Give the index space that the log has kept back: the reserve is for both."""
         # A failure is in the shared page by now; a full disk leaves it as it is.
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+        with contextlib.suppress(StorageError, ClosedError):
             self.index.room.is_short = False
             if self.turn(lambda session: session.log.release()):
                 self.index.look_for_room()
@@ -105,7 +105,7 @@ class Upkeep:
         is still a little to do it with.
         """
         # A failure is in the shared page by now; without room it is tried again further on.
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+        with contextlib.suppress(StorageError, ClosedError):
             try:
                 self.turn(_prepare_spare)
             except DiskFullError:
@@ -140,7 +140,7 @@ class Upkeep:
             self._upkeep_due = False
             self._upkept_at = last
         # What it could not do now is done by the next call; a failure is in the shared page.
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
+        with contextlib.suppress(StorageError, ClosedError):
             self._upkeepers.add(me)
             try:
                 wait_s = (

@@ -31,7 +31,7 @@ from ._shared import (
     SharedPage,
 )
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter, Waker
-from .errors import ClosedError, DiskFullError, FencedError, StoreFailedError
+from .errors import ClosedError, StorageError
 from .wal import COMMIT, TAIL
 
 # How long a waiter sleeps before it looks whether the owner of a lease has died.
@@ -78,7 +78,7 @@ class Waiting:
         """
         if not self.waker.poke(slots, kind):
             # What was done before stays done, also if the file fails just now.
-            with contextlib.suppress(StoreFailedError, ClosedError, FencedError, DiskFullError):
+            with contextlib.suppress(StorageError, ClosedError):
                 self.turn(lambda session: self.bury(session, self.dead_owners(everyone=True)))
 
     def dead_owners(self, everyone: bool) -> list[int]:
@@ -119,7 +119,7 @@ class Waiting:
             session.ready = ALL
 
         # Who is told that the file failed or is closed needs no telling.
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError):
+        with contextlib.suppress(StorageError, ClosedError):
             self.execute(leave)
 
     def unmark(self) -> None:

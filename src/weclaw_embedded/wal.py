@@ -72,6 +72,7 @@ from ._segments import (
     HEAD,
     LAST,
     LAST_FRAME,
+    READ_AGAIN,
     RESERVE,
     RESERVE_EACH,
     SLOTS,
@@ -81,7 +82,7 @@ from ._segments import (
     WRITING,
     LogState,
 )
-from .errors import DiskFullError
+from .errors import DiskFullError, StorageError
 
 __all__ = [
     "ANNOUNCED",
@@ -91,6 +92,7 @@ __all__ = [
     "HEADER_HEALED",
     "LAST",
     "LAST_FRAME",
+    "READ_AGAIN",
     "RESERVE",
     "RESERVE_EACH",
     "SEGMENT_LABELLED",
@@ -116,7 +118,7 @@ _DOING, _UNDOING = 1, 2  # values of WRITING
 
 def read_file_header(fd: int, name: str = "the file") -> FileHeader:
     """Read the header block; raises what `unpack_header` does."""
-    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0, around=False), name)
+    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), name)
 
 
 class Log(Reading):
@@ -410,7 +412,7 @@ class Log(Reading):
             self.state.words[WRITING] = _UNDOING
             try:
                 self.heal()
-            except (OSError, DiskFullError):
+            except (OSError, StorageError):
                 # Left to whoever has the lock next, who finds WRITING set.
                 self.discard()
 
@@ -477,6 +479,7 @@ class Log(Reading):
         self.forget()
         self._last = (-1, 0, 0)
         self.forget_read()
+        self.unread = []
         return recover(
             self,
             commit=commit,
@@ -511,7 +514,7 @@ class Log(Reading):
 
         `seen` is told now and then how many bytes were read, and of how many.
         """
-        return verify(self, seen)
+        return verify(self.at_rest(), seen)
 
 
 def new_salt() -> int:

@@ -905,7 +905,9 @@ def test_repair_mends_what_went_on_in_the_next_segment(path):
 def test_a_page_that_the_device_cannot_read_costs_only_what_stands_there(
     path, monkeypatch, reopened
 ):
-    """A read error is damage like any other: reported, and the rest flows."""
+    """What can't be read at an opening either is damage like any other: reported, and the rest
+    flows. Whoever comes upon it before that is told so, and has lost nothing.
+    """
     from weclaw_embedded import _files
 
     bodies = [f"{n}" + "x" * 3000 for n in range(60)]
@@ -935,8 +937,15 @@ def test_a_page_that_the_device_cannot_read_costs_only_what_stands_there(
         shutil.rmtree(f"{path}.d")
     with monkeypatch.context() as patch:
         patch.setattr(_files, "os", double)
+        got = []
+        if not reopened:
+            unread = pytest.raises(weclaw.StorageError, match="Input/output error")
+            with weclaw.Queue(path) as q, unread:
+                while True:
+                    with q.get(block=False) as msg:
+                        got.append(msg.body)
         with weclaw.Queue(path) as q:
-            got = drain(q)
+            got += drain(q)
             assert [body for n, body in enumerate(bodies) if n not in hit] == got
             assert q.stats().damaged > 0
             q.put("after")
