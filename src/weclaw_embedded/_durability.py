@@ -9,7 +9,6 @@ a file or scratch folder that is not where it was opened.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -74,6 +73,7 @@ class Durability:
     _syncing: bool
     _sync_waiters: list[tuple[int, threading.Lock]]
     _failure: str | None
+    failed_quietly: bool  # in a thread of our own, and nobody was told yet
     # Everything below is on stable storage, as this process knows; `is_late` while that may be more
     # than it has published.
     synced: int
@@ -275,10 +275,15 @@ class Durability:
         self._flush_quietly()
 
     def _flush_quietly(self) -> None:
-        # The failure is in the shared page by now: every later call says it.
-        with contextlib.suppress(StoreFailedError, ClosedError):
+        is_known = self.page.words[FAILED] or self._failure
+        try:
             if not self.closed:
                 self.flush()
+        except ClosedError:
+            pass
+        except StoreFailedError:
+            # The failure is in the shared page by now: every later call says it, the last of all.
+            self.failed_quietly = not is_known
 
     # -- failure ------------------------------------------------------------------------------
 
@@ -291,6 +296,7 @@ class Durability:
         return self._failed()
 
     def _failed(self) -> StoreFailedError:
+        self.failed_quietly = False
         what = self._failure or failure_of(self.page.words[FAILED])
         return StoreFailedError(
             f"{self.path}: {what}; everything confirmed before is safe, what was under way is in "

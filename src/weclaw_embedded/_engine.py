@@ -65,9 +65,7 @@ from ._with_replica import WithReplica
 from .errors import (
     ClosedError,
     DiskFullError,
-    FencedError,
     StorageError,
-    StoreFailedError,
 )
 from .wal import (
     COMMIT,
@@ -149,6 +147,7 @@ class Engine(
         self._syncing = False
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
         self._failure: str | None = None
+        self.failed_quietly = False
         self.synced = self.puts_to = 0
         self.is_late = False
         self._identity = _disk.identity(self.fd)[:2]
@@ -228,8 +227,8 @@ class Engine(
         """Run `operation(session, …)` under the write lock and make it as durable as it asks.
 
         Blocks for the lock, and for a sync when the operation set `must_sync`. Raises what the
-        operation raises, then nothing was written. Where the disk is full, settled space is freed
-        before anything is refused.
+        operation raises, then nothing was written; StoreFailedError when the disk refuses. Where
+        the disk is full, settled space is freed before anything is refused.
         """
         session = None
         words = self.page.words
@@ -253,6 +252,8 @@ class Engine(
                 except BaseException as error:
                     if session is not None:
                         session.abort(error)
+                    if isinstance(error, OSError):
+                        raise self.fail(f"writing failed: {error}") from error
                     raise
                 finally:
                     # Also when the lock was not reached: releasing what is not held does nothing.
@@ -357,17 +358,16 @@ class Engine(
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Hand leases back, flush, give everything back. Raises nothing after a failure."""
+        """Hand leases back, flush, give everything back. Raises what nobody was told of yet, a
+        failure that is met here first, when all is closed; nothing after one that was told.
+        """
         if self.closed:
             return
+        untold: StorageError | None = None
         try:
             if self.io is not None:
                 self.io.close()
-            if not (self.page.words[FAILED] or self._failure):
-                with contextlib.suppress(StoreFailedError, DiskFullError, FencedError):
-                    self._last_upkeep()
-                    self.execute(self._leave)
-                    self.flush()
+            untold = self._take_leave()
         finally:
             if self.replication is not None:
                 self.replication.close()
@@ -375,6 +375,18 @@ class Engine(
             with self._lock:
                 self.closed = True
                 self._give_up()
+        if untold is not None:
+            raise untold
+
+    def _take_leave(self) -> StorageError | None:
+        """Do what is to be done before the end; what of it failed and is to be told."""
+        words = self.page.words
+        if words[FAILED] or self._failure:
+            return self._failed() if self.failed_quietly else None
+        # What upkeep could not do is done by whoever comes next.
+        with contextlib.suppress(StorageError):
+            self._last_upkeep()
+        return self.leave_with(self._leave)
 
     def _stop_threads(self) -> None:
         self.timer.close()
@@ -400,7 +412,10 @@ class Engine(
             # As it was found is as it was synced, if nobody has committed anything since.
             changed = words[INDEX_SEQ] or not words[INDEX_SYNCED]
             clean = clean and not words[READ_AGAIN]
-            self.index.close(sync=clean and bool(changed))
+            if not self.index.close(sync=clean and bool(changed)):
+                # The kernel takes its pages for clean by now, though the disk lacks them.
+                clean = False
+                words[READ_AGAIN] = 1
             if clean:
                 with contextlib.suppress(OSError, DiskFullError):
                     write_clean_mark(os.path.join(self.directory, INDEX_NAME))

@@ -11,14 +11,15 @@ It must not know what a holder does with a message.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from . import _clock, _records
 from ._session import ALL, Session
 from ._shared import FAILED, LEASES_SEQ, SharedPage
-from .errors import ClosedError, DiskFullError, FencedError, StoreFailedError
+from .errors import ClosedError, DiskFullError, FencedError, StorageError, StoreFailedError
+from .wal import READ_AGAIN
 
 _FEW_HELD: Final = 1024  # leases
 
@@ -91,13 +92,29 @@ class Holding:
 
     def hand_back(self, belongs: Callable[[Any], bool]) -> None:
         """Release, uncounted, what was leased by holders of which `belongs(holder)` is true, and
-        flush. Raises nothing after a failure, nor when the file was fenced.
+        flush. Raises what fails here first, nothing after a failure, nor when the file was fenced.
         """
         if self.closed or self.page.words[FAILED] or self._failure:
             return
-        with contextlib.suppress(StoreFailedError, ClosedError, DiskFullError, FencedError):
-            self.execute(self._release, belongs)
-            self.flush()
+        untold = self.leave_with(functools.partial(self._release, belongs=belongs))
+        if untold is not None:
+            raise untold
+
+    def leave_with(self, release: Callable[[Session], object]) -> StorageError | None:
+        """Hand back and flush, each whatever becomes of the other; what failed that is to be told:
+        no full disk, which had no room for it, nor a fenced file, and nothing that was told before.
+        """
+        is_read_told = self.page.words[READ_AGAIN]
+        untold: StorageError | None = None
+        for step in (functools.partial(self.execute, release), self.flush):
+            try:
+                step()
+            except (ClosedError, DiskFullError, FencedError):
+                pass
+            except StorageError as error:
+                if not is_read_told or isinstance(error, StoreFailedError):
+                    untold = untold or error
+        return untold
 
     def _release(self, session: Session, belongs: Callable[[Any], bool]) -> None:
         leases = [lease for lease in self.held if belongs(lease.holder)]

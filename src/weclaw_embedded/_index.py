@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,8 @@ from ._index_many import Frame, Many
 from ._index_rows import GroupState, Location, Pick, Picks, Row, TopicState, picks_of
 from ._index_state import BehindError, IndexFullError
 from .errors import DiskFullError
+
+logger = logging.getLogger("weclaw_embedded")
 
 __all__ = [
     "BehindError",
@@ -244,8 +247,9 @@ class Index:
         """Return what the index takes on disk, the reserve not counted."""
         return self.room.used_bytes()
 
-    def close(self, *, sync: bool = False) -> None:
-        """Close it; an open transaction is taken back.
+    def close(self, *, sync: bool = False) -> bool:
+        """Close it; an open transaction is taken back. False when it was to be synced and could not
+        be: it may not be believed then.
 
         In a forked child this is safe for the parent; nothing may be synced there.
         """
@@ -256,6 +260,11 @@ class Index:
         try:
             if sync:
                 self.room.env.sync(True)
+        except lmdb.Error as error:
+            logger.warning("the index was not synced, and is made anew: %s", error)
+            return False
+        else:
+            return True
         finally:
             os.close(self.room.reserve_fd)
             self.room.env.close()

@@ -254,7 +254,8 @@ class Store:
 
     def close(self) -> None:
         """Close this handle and its queues. The last handle of the process hands leases back
-        uncounted and flushes. Closing twice does nothing; raises nothing after a failure.
+        uncounted and flushes. Closing twice does nothing. Raises StoreFailedError when that fails
+        and no call has said so before; all is closed then, too. Nothing after a failure.
         """
         if not self._closing.acquire(blocking=False):
             return  # two threads that close at once are one closing

@@ -600,7 +600,8 @@ class Queue(Asking):
     def close(self) -> None:
         """Close this queue, and with it the file if the queue opened it: leases are handed back
         uncounted, everything is flushed; a `with msg` that is under way ends with LeaseLostError.
-        Closing twice does nothing.
+        Closing twice does nothing. Raises StoreFailedError when that fails and no call has said so
+        before; all is closed then, too.
         """
         if self._closed:
             return
@@ -609,11 +610,14 @@ class Queue(Asking):
         engine = self._store._shared
         if not (self._store._closed or engine.forked):
             engine.waker.wake_all()
-            engine.hand_back(lambda holder: holder is self._holder)
-        if self._owns_store:
-            self._store.close()
-        else:
-            self._store._forget(self)
+        try:
+            if not (self._store._closed or engine.forked):
+                engine.hand_back(lambda holder: holder is self._holder)
+        finally:
+            if self._owns_store:
+                self._store.close()
+            else:
+                self._store._forget(self)
 
     def __enter__(self) -> Queue:
         return self
