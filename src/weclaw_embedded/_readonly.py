@@ -271,11 +271,11 @@ class ReadonlyEngine(Engine):
         with self._lock:
             tail = self._looked.words[TAIL]
             end = max(log.known_end, self._confirmed)
-            if tail < end:
-                found.append((tail, f"nothing is left up to the commit point {end}"))
             lost = find_lost(log)
             if lost is not None:
                 found.append((lost[1].segment << log.bits, SEGMENT_LOST))
+            elif tail < end:
+                found.append((tail, f"nothing is left up to the commit point {end}"))
         return found
 
     def _begin_anew(self) -> None:
