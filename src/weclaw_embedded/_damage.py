@@ -59,7 +59,7 @@ class Damage:
     # Offsets of what was met and no replica of these has.
     _answered: set[int]
     _answered_by: list[Address]
-    _heal_again_s: float  # before that (time.monotonic) the replica is not asked for bytes
+    _heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
     _heal_is_due: bool
 
     def replicas(self) -> list[Address]:

@@ -190,7 +190,6 @@ class Engine(
         self.healing = threading.RLock()
         self._answered: set[int] = set()
         self._answered_by: list[Any] = []
-        self._heal_again_s = 0.0
         self._heal_is_due = False
         try:
             opened.taken = True
