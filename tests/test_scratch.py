@@ -45,9 +45,9 @@ def test_an_index_that_was_only_read_is_not_synced_again(
     synced: list[bool] = []
     close = Index.close
 
-    def note(index: Index, *, sync: bool = False) -> None:
+    def note(index: Index, *, sync: bool = False) -> bool:
         synced.append(sync)
-        close(index, sync=sync)
+        return close(index, sync=sync)
 
     path = tmp_path / "q.wq"
     with weclaw.Queue(path) as q:

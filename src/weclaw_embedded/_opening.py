@@ -164,7 +164,7 @@ def typed_errors(path: str) -> Iterator[None]:
             advice = "choose a name of at most 200 bytes"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             advice = "open it as its owner, or, if it may be read, with readonly=True"
-            if not os.path.lexists(path):
+            if _is_missing(path):
                 advice = (
                     "there is no such file, and none can be made in its folder: choose another "
                     "place, or do it as who may write there"
@@ -172,6 +172,17 @@ def typed_errors(path: str) -> Iterator[None]:
         raise StorageError(
             f"opening {path} failed: {error.strerror or error}; nothing was changed; {advice}"
         ) from error
+
+
+def _is_missing(path: str) -> bool:
+    """Whether there certainly is no such file: a folder that may not be searched says nothing."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def check_path(path: str) -> None:
