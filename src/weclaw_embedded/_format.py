@@ -317,32 +317,34 @@ def _unpack_copy(copy: bytes) -> FileHeader | None:
 
 def pack_head(head: int, store_id: bytes) -> bytes:
     """The head record: segments before `head` are gone, whatever is found of them."""
-    fields = head.to_bytes(8, "little")
-    return _HEAD_MAGIC + _CRC.pack(crc32(fields, crc32(store_id))) + fields
+    return _pack_number(_HEAD_MAGIC, head, store_id)
 
 
 def unpack_head(block: bytes, store_id: bytes) -> int:
     """The head that a header block records; 0 when it records none that is whole."""
-    data = block[HEAD_RECORD_AT : HEAD_RECORD_AT + _HEAD.size]
-    if len(data) < _HEAD.size or data[:4] != _HEAD_MAGIC:
-        return 0
-    _, crc, head = _HEAD.unpack(data)
-    return int(head) if crc == crc32(data[8:], crc32(store_id)) else 0
+    return _unpack_number(_HEAD_MAGIC, block[HEAD_RECORD_AT:], store_id)
 
 
 def pack_end(end: int, store_id: bytes) -> bytes:
     """The end record: everything below `end` was on stable storage once."""
-    fields = end.to_bytes(8, "little")
-    return _END_MAGIC + _CRC.pack(crc32(fields, crc32(store_id))) + fields
+    return _pack_number(_END_MAGIC, end, store_id)
 
 
 def unpack_end(block: bytes, store_id: bytes) -> int:
     """The end that a header block records; 0 when it records none that is whole."""
-    data = block[END_RECORD_AT : END_RECORD_AT + _HEAD.size]
-    if len(data) < _HEAD.size or data[:4] != _END_MAGIC:
+    return _unpack_number(_END_MAGIC, block[END_RECORD_AT:], store_id)
+
+
+def _pack_number(magic: bytes, number: int, store_id: bytes) -> bytes:
+    fields = number.to_bytes(8, "little")
+    return magic + _CRC.pack(crc32(fields, crc32(store_id))) + fields
+
+
+def _unpack_number(magic: bytes, data: bytes, store_id: bytes) -> int:
+    if len(data) < _HEAD.size or data[:4] != magic:
         return 0
-    _, crc, end = _HEAD.unpack(data)
-    return int(end) if crc == crc32(data[8:], crc32(store_id)) else 0
+    _, crc, number = _HEAD.unpack_from(data)
+    return int(number) if crc == crc32(data[8 : _HEAD.size], crc32(store_id)) else 0
 
 
 def pack_role(role: int, epoch: int, store_id: bytes) -> bytes:

@@ -5,6 +5,7 @@ import os
 
 import lmdb
 import pytest
+from tests.helpers.queues import drain
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
@@ -12,16 +13,6 @@ from weclaw_embedded import _files
 
 def refuse(*_):
     raise OSError(errno.EIO, "Input/output error")
-
-
-def drain(q):
-    got = []
-    while True:
-        try:
-            with q.get(block=False) as msg:
-                got.append(msg.body)
-        except weclaw.Empty:
-            return got
 
 
 @pytest.mark.parametrize("flush", ["os", "batch"])

@@ -7,6 +7,7 @@ import shutil
 import types
 
 import pytest
+from tests.helpers.queues import drain
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
@@ -51,16 +52,6 @@ def disk(path, monkeypatch):
 
 def bodies(n=6):
     return [f"{i} " + "x" * 5000 for i in range(n)]
-
-
-def drain(q):
-    got = []
-    while True:
-        try:
-            with q.get(block=False) as msg:
-                got.append(msg.body)
-        except weclaw.Empty:
-            return got
 
 
 def fill(path, **options):
