@@ -22,10 +22,15 @@ class State:
     result: Any = None
     reason: str | None = None
     redrives: int = 0
+    acks: int = 0  # all there ever were: a replay takes none back
 
     @property
     def open(self) -> bool:
         return self.what in ("ready", "waiting", "leased")
+
+    def ack(self, result: Any) -> None:
+        self.what, self.result = "done", result
+        self.acks += 1
 
 
 @dataclass
@@ -133,9 +138,10 @@ class Topic:
         return [first, oldest, oldest_put]
 
     def counts(self, group: str) -> tuple[int, int, int, int, int]:
-        names = ("ready", "delayed", "leased", "dead", "done")
         found = [self.status(group, item) for item, _ in self.of(group)]
-        return tuple(found.count(name) for name in names)  # type: ignore[return-value]
+        ready, delayed, leased, dead = map(found.count, ("ready", "delayed", "leased", "dead"))
+        return ready, delayed, leased, dead, sum(state.acks for _, state in self.of(group))
+
 
     def end_of_owner(self, owner: int, *, crash: bool) -> None:
         for item in self.items:

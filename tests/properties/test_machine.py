@@ -231,7 +231,7 @@ class QueueMachine(RuleBasedStateMachine):
         if how == "ack":
             result = ["result", item.body["n"], state.dc]
             self.tell(who, "settle", "ack", topic, name, item.id, result)
-            state.what, state.result = "done", result
+            state.ack(result)
         elif how in ("nack", "wait", "defer"):
             backoff = 0 if how == "nack" else 3600
             count = how != "defer"
@@ -273,7 +273,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.tell(who, "transaction", topic, name, acks, made, commit)
         if commit:
             for (_, result), (_, state) in zip(acks, held, strict=True):
-                state.what, state.result, state.owner = "done", result, None
+                state.ack(result)
+                state.owner = None
             for to, body, given in made:
                 self._put_in_model(to, given["id"], body, given)
 
