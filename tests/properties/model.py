@@ -140,8 +140,9 @@ class Topic:
     def counts(self, group: str) -> tuple[int, int, int, int, int]:
         found = [self.status(group, item) for item, _ in self.of(group)]
         ready, delayed, leased, dead = map(found.count, ("ready", "delayed", "leased", "dead"))
-        return ready, delayed, leased, dead, sum(state.acks for _, state in self.of(group))
-
+        # Also of what was replayed since, and then cancelled or purged.
+        acks = sum(item.groups[group].acks for item in self.items if group in item.groups)
+        return ready, delayed, leased, dead, acks
 
     def end_of_owner(self, owner: int, *, crash: bool) -> None:
         for item in self.items:
