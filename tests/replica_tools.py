@@ -13,7 +13,7 @@ from typing import Any
 from tests.helpers.processes import SOURCE
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _survey
+from weclaw_embedded import _files, _locks, _survey
 from weclaw_embedded._opening import RECEIVER
 
 RECEIVER_CODE = (
@@ -60,7 +60,7 @@ def is_received(copy: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return _files.is_locked(fd, RECEIVER)
+        return _locks.is_locked(fd, RECEIVER)
     finally:
         _files.close(fd)
 

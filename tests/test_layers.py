@@ -17,7 +17,8 @@ README = PACKAGE.parent.parent / "README.md"
 #: height and do not know each other, except where EXCEPTIONS says so.
 LAYERS = [
     ["errors", "_version"],
-    ["_clock", "_files", "_format", "_stream", "_values", "_jsonable"],
+    ["_clock", "_locks", "_format", "_stream", "_values", "_jsonable"],
+    ["_files"],
     ["_disk", "_watch"],
     ["_codecs", "_record_types"],
     ["_checks", "_records"],
@@ -85,6 +86,10 @@ EXCEPTIONS = {
 DOORS = {
     "_clock": {"open": "the boot's id is a file of the kernel's"},
     "_disk": {"open": "the mounts and the disk's number are files of the kernel's"},
+    "_locks": {
+        "fcntl.fcntl": "locks of a byte",
+        "fcntl.lockf": "the same where the system has no others",
+    },
     "_index": {
         "os.open": "a descriptor of LMDB's own file, to keep room behind its last page",
         "os.close": "the same",

@@ -18,7 +18,7 @@ from tests.helpers.processes import Child
 from tests.replica_tools import bodies, command, eventually, level, same
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, replica
+from weclaw_embedded import _locks, replica
 from weclaw_embedded._copy import Copy
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -225,7 +225,7 @@ def test_who_waited_for_a_copy_that_was_made_anew_does_not_get_the_old_one(
 ) -> None:
     """The lock of a file that has lost its name is worth nothing: it is opened again."""
     open_queue(replica=copy).close()
-    real = _files.try_lock
+    real = _locks.try_lock
 
     def try_lock(fd: int, start: int, exclusive: bool) -> bool:
         if copy.exists():  # the other one's is in its place just before its lock is free
@@ -234,7 +234,7 @@ def test_who_waited_for_a_copy_that_was_made_anew_does_not_get_the_old_one(
         return real(fd, start, exclusive)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "try_lock", try_lock)
+        patch.setattr(_locks, "try_lock", try_lock)
         with pytest.raises(weclaw.LockedError):
             Copy.open(str(copy), 5.0)
         with pytest.raises(weclaw.LockedError):

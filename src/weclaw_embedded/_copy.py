@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from . import _files
+from . import _files, _locks
 from ._format import (
     COPY,
     FENCED,
@@ -57,7 +57,7 @@ def lock_copy(fd: int, path: str, patience_s: float) -> None:
     name is another by then: whoever had the lock may have made the copy anew.
     """
     until_s = time.monotonic() + patience_s
-    while not _files.try_lock(fd, RECEIVER, True):
+    while not _locks.try_lock(fd, RECEIVER, True):
         if time.monotonic() >= until_s:
             raise LockedError(
                 f"{path} is in use: a replica's receiver writes it, or it is open as a queue; "
@@ -103,7 +103,7 @@ def check_is_file(path: str) -> None:
 
 def is_alive(fd: int) -> bool:
     """Whether another descriptor than this holds the file open, as a queue or as a receiver."""
-    return _files.is_locked(fd, IN_USE) or _files.is_locked(fd, RECEIVER)
+    return _locks.is_locked(fd, IN_USE) or _locks.is_locked(fd, RECEIVER)
 
 
 def is_same_file(path: str, other: str) -> bool:

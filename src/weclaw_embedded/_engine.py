@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from . import _clock, _disk, _files, _records
+from . import _clock, _disk, _files, _locks, _records
 from ._damage import Damage
 from ._durability import Durability
 from ._file_options import FileOptions
@@ -139,7 +139,7 @@ class Engine(
         self.last_ids = (-1, "")  # how the ids we make are written in a segment, the last one
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
         self._lock = threading.Lock()
-        self._lock_file, self._unlock_file = _files.bound_lock(self.fd, WRITE)
+        self._lock_file, self._unlock_file = _locks.bound_lock(self.fd, WRITE)
         self._lead_lock = threading.Lock()
         self._led = False
         self._waiting: deque[Job] = deque()
@@ -400,7 +400,7 @@ class Engine(
     def _give_up(self) -> None:
         words = self.page.words
         # The conversion keeps the shared lock when it fails: then others are still there.
-        last = _files.try_lock(self.fd, IN_USE, True)
+        last = _locks.try_lock(self.fd, IN_USE, True)
         clean = last and not (words[FAILED] or self._failure)
         untouched = words[REPLICATION] & (IS_COPY | IS_FENCED)
         try:

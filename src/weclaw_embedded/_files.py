@@ -1,4 +1,4 @@
-"""The only door to the operating system's files: read, write, sync, lock, create.
+"""The only door to the operating system's files: read, write, sync, create.
 
 Everything that is easy to get wrong about a file is dealt with in here, so that it is never the
 caller's business: short reads and writes, interrupted calls, buffers past IOV_MAX, F_FULLFSYNC,
@@ -10,15 +10,10 @@ Invariants:
   every other failure is the plain `OSError`, and what that means (a store that has failed) is for
   the layer above to say.  A sync that fails is never the first kind, whatever its number: bytes
   that were written have not reached the disk.
-* Locks are open-file-description locks: they belong to the descriptor's open file, not to the
-  process or thread, die with it, and need no pids.  One byte each, but for the one that is taken
-  most (`bound_lock`), which is the open file's, too, but not a byte's.  On systems without them
-  (macOS) POSIX record locks stand in: there, closing *any* descriptor of the file in the process
-  drops them, and `is_locked` can't see locks of its own process.
 * Call these as `_files.write_at(...)`: tests put doubles in their place, to fill the disk, fail
   a sync or lose what wasn't synced.
 
-It must not know what is in the files.
+It must not know what is in the files.  Their locks are `_locks`'.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import logging
 import os
 import re
@@ -35,12 +29,12 @@ import resource
 import secrets
 import signal
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
+from . import _locks
 from .errors import DiskFullError
 
 __all__ = [
@@ -48,24 +42,21 @@ __all__ = [
     "Bytes",
     "allocate",
     "allocated",
-    "bound_lock",
     "close",
     "create_whole",
     "drop_cache",
     "has_hole",
-    "is_locked",
     "libc",
-    "lock",
     "make_fifo",
     "match_owner_and_mode",
     "name_of",
     "open_ro",
     "open_rw",
     "punch",
-    "question",
     "read_all",
     "read_around",
     "read_at",
+    "remove_folder",
     "replace",
     "room_bytes",
     "size",
@@ -73,11 +64,9 @@ __all__ = [
     "sync_data",
     "sync_dir",
     "truncate",
-    "try_lock",
     "unlink",
-    "unlock",
-    "unlocked",
     "write_at",
+    "write_pipe",
     "zero_fill",
 ]
 
@@ -232,6 +221,30 @@ def _write_rest(fd: int, buffers: Sequence[Bytes], offset: int, written: int) ->
             raise OSError(errno.EIO, "a write of some bytes wrote none")
         written += got
         skip += got
+
+
+# Bare where Python offers it so: what is in front of it makes an enumeration of the answer, which
+# costs as much as the write.
+_handler_of: Callable[[int], object] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+
+
+def write_pipe(fd: int, data: Bytes) -> int:
+    """Write as much as goes, once. When nobody reads any more that is BrokenPipeError and no
+    signal, whatever the program has chosen for SIGPIPE.
+    """
+    if _handler_of(signal.SIGPIPE) == signal.SIG_IGN:  # as Python begins
+        return os.write(fd, data)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
+        return os.write(fd, data)
+    except BrokenPipeError:
+        # It came for this thread and waits: it must be gone before it is let through again.
+        if signal.SIGPIPE in signal.sigpending():
+            signal.sigwait((signal.SIGPIPE,))
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def zero_fill(fd: int, offset: int, n: int) -> None:
@@ -448,7 +461,7 @@ def _replace_empty_file(temporary: str, path: str) -> bool:
     try:
         # Two creators may have found it empty.  Who comes second through this lock finds that
         # the name has another file, and must not replace that.
-        lock(fd, 0, exclusive=True)
+        _locks.lock(fd, 0, exclusive=True)
         ours, named = os.fstat(fd), os.stat(path)
         if not os.path.samestat(ours, named) or named.st_size or not stat.S_ISREG(named.st_mode):
             return False
@@ -516,30 +529,6 @@ def make_fifo(path: str, mode: int = 0o600) -> None:
     os.chmod(path, mode)
 
 
-# Bare where Python offers it so: what is in front of it makes an enumeration of the answer, which
-# costs as much as the write.
-_handler_of: Callable[[int], object] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-
-
-def write_pipe(fd: int, data: Bytes) -> int:
-    """Write as much as goes, once. When nobody reads any more that is BrokenPipeError and no
-    signal, whatever the program has chosen for SIGPIPE.
-    """
-    if _handler_of(signal.SIGPIPE) == signal.SIG_IGN:  # as Python begins
-        return os.write(fd, data)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
-        return os.write(fd, data)
-    except BrokenPipeError:
-        # It came for this thread and waits: it must be gone before it is let through again.
-        if signal.SIGPIPE in signal.sigpending():
-            signal.sigwait((signal.SIGPIPE,))
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def match_owner_and_mode(path: str, like_fd: int) -> None:
     """Give a file or directory beside ours the owner and mode of ours, as far as we may.
 
@@ -556,101 +545,3 @@ def match_owner_and_mode(path: str, like_fd: int) -> None:
     if stat.S_IMODE(have.st_mode) != mode:
         with contextlib.suppress(PermissionError):
             os.chmod(path, mode)
-
-
-# Locks --------------------------------------------------------------------------------------
-
-_OFD = sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK") and struct.calcsize("P") == 8
-_F_OFD_GETLK, _F_OFD_SETLK, _F_OFD_SETLKW = 36, 37, 38
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid (must be 0)
-_UNLOCKED = struct.pack("h", fcntl.F_UNLCK)  # as what is asked of a lock answers
-_BUSY = frozenset({errno.EAGAIN, errno.EACCES})
-
-
-@functools.lru_cache(maxsize=1024)
-def _request(kind: int, start: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0)
-
-
-def try_lock(fd: int, start: int, exclusive: bool) -> bool:
-    """Lock the byte at `start` if nobody else's lock is in the way; say whether it worked.
-
-    A lock this descriptor already has there is changed to the kind asked for.
-    """
-    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
-    try:
-        if _OFD:
-            fcntl.fcntl(fd, _F_OFD_SETLK, _request(kind, start))
-        else:
-            operation = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-            fcntl.lockf(fd, operation | fcntl.LOCK_NB, 1, start)
-    except OSError as error:
-        if error.errno in _BUSY:
-            return False
-        raise
-    return True
-
-
-def lock(fd: int, start: int, exclusive: bool) -> None:
-    """Lock the byte at `start`, waiting for those in the way.
-
-    A signal's handler runs while it waits; if that raises (Ctrl-C), the lock isn't taken.
-    """
-    if _OFD:
-        kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
-        fcntl.fcntl(fd, _F_OFD_SETLKW, _request(kind, start))
-    else:
-        fcntl.lockf(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, 1, start)
-
-
-def unlock(fd: int, start: int) -> None:
-    """Release the byte at `start`."""
-    if _OFD:
-        fcntl.fcntl(fd, _F_OFD_SETLK, _request(fcntl.F_UNLCK, start))
-    else:
-        fcntl.lockf(fd, fcntl.LOCK_UN, 1, start)
-
-
-def bound_lock(fd: int, start: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """What takes the one exclusive lock of a file that is taken thousands of times a second, and
-    what gives it back: as `lock` and `unlock` do, but it is kept apart from the locks of bytes and
-    shuts out only those who take it by this function.
-    """
-    if _OFD:
-        # As much of the open file as those of a byte, at 0.8 µs a pair to their 1.4.
-        return (
-            functools.partial(fcntl.flock, fd, fcntl.LOCK_EX),
-            functools.partial(fcntl.flock, fd, fcntl.LOCK_UN),
-        )
-    # There, the lock of the whole file would be in the way of the locks of bytes.
-    return (
-        functools.partial(fcntl.lockf, fd, fcntl.LOCK_EX, 1, start),
-        functools.partial(fcntl.lockf, fd, fcntl.LOCK_UN, 1, start),
-    )
-
-
-def question(start: int) -> tuple[int, bytes]:
-    """What `unlocked` is to ask of the byte at `start`, prepared."""
-    return start, _request(fcntl.F_WRLCK, start)
-
-
-def unlocked(fd: int, asked: Sequence[tuple[int, bytes]]) -> list[int]:
-    """Those of the bytes on which nobody else's open file holds a lock, by their `question`."""
-    if _OFD:
-        ask = fcntl.fcntl
-        return [one for one, what in asked if ask(fd, _F_OFD_GETLK, what)[:2] == _UNLOCKED]
-    return [one for one, _ in asked if not is_locked(fd, one)]
-
-
-def is_locked(fd: int, start: int) -> bool:
-    """Whether somebody else's open file holds any lock on the byte at `start`."""
-    if _OFD:
-        return not unlocked(fd, [question(start)])
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
-    except OSError as error:
-        if error.errno in _BUSY:
-            return True
-        raise
-    fcntl.lockf(fd, fcntl.LOCK_UN, 1, start)
-    return False

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from . import _clock, _disk, _files
+from . import _clock, _disk, _files, _locks
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
 from ._index import Index
 from ._rebuild import Rebuild
@@ -66,7 +66,7 @@ from .wal import COMMIT, HEAD, LAST, LAST_FRAME, READ_AGAIN, TAIL, Log, Recovery
 # Bytes past the largest offset of the log, so that no lock ever covers data.
 LOCKS_AT: Final = 1 << 62
 IN_USE: Final = LOCKS_AT
-WRITE: Final = LOCKS_AT + 1  # taken by `_files.bound_lock` alone
+WRITE: Final = LOCKS_AT + 1  # taken by `_locks.bound_lock` alone
 RECEIVER: Final = LOCKS_AT + 2  # a replica's receiver and promote; shared: who has a queue open
 FEEDER: Final = LOCKS_AT + 3  # whoever feeds this file's replica
 OWNER: Final = LOCKS_AT + 16
@@ -279,14 +279,14 @@ def _open_fd(
             f"segment_bytes={segment_bytes} but {path} was made with {header.segment_bytes}; "
             "nothing was changed; leave it out"
         )
-    if not _files.try_lock(fd, RECEIVER, False):
+    if not _locks.try_lock(fd, RECEIVER, False):
         raise LockedError(
             f"{path} is a replica's copy and its receiver is writing it; nothing was changed; open "
             "the primary, or look at this with readonly=True"
         )
-    first = _files.try_lock(fd, IN_USE, True)
+    first = _locks.try_lock(fd, IN_USE, True)
     if not first:
-        _files.lock(fd, IN_USE, False)
+        _locks.lock(fd, IN_USE, False)
     if _current_identity(path) != _disk.identity(fd):
         return None
     refuse_left(path)
@@ -300,8 +300,8 @@ def _open_fd(
     # Made only by one who is alone: others may still work with what was here before.
     if not first:
         # Not the conversion of the shared lock, which two could wait for at once.
-        _files.unlock(fd, IN_USE)
-        if not _files.try_lock(fd, IN_USE, True):
+        _locks.unlock(fd, IN_USE)
+        if not _locks.try_lock(fd, IN_USE, True):
             if failed:
                 raise StoreFailedError(
                     f"a write or sync of {path} has failed and processes still have it open; what "
@@ -411,7 +411,7 @@ def _open_first(
             _sync_name(path)
         # Last of all: whoever finds the stamp takes the rest for true.
         _stamp(page, header, fd)
-        _files.lock(fd, IN_USE, False)
+        _locks.lock(fd, IN_USE, False)
     except BaseException:
         if failed and shift is not None:
             # Whoever tries next must know, too, that the cache may have what the disk lacks.
@@ -527,12 +527,12 @@ def _new_shift(log: Log) -> int:
 def take_owner_slot(fd: int, page: SharedPage) -> tuple[int, int]:
     """Lock a free owner slot and put a random token there."""
     token = secrets.randbits(63) | 1
-    lock, unlock = _files.bound_lock(fd, WRITE)
+    lock, unlock = _locks.bound_lock(fd, WRITE)
     lock()
     try:
         for want_free in (True, False):
             for slot in range(MAX_OWNERS):
-                if bool(page.token(slot)) is want_free or not _files.try_lock(
+                if bool(page.token(slot)) is want_free or not _locks.try_lock(
                     fd, OWNER + slot, True
                 ):
                     continue

@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from . import _clock, _files
+from . import _clock, _files, _locks
 from ._engine import Engine
 from ._finding import recorded_head
 from ._format import FIRST, SLOT_BYTES
@@ -306,7 +306,7 @@ class ReadonlyEngine(Engine):
         self._looked.living = [
             (slot, token)
             for slot, token in page.owners()
-            if _files.is_locked(self.fd, OWNER + slot)
+            if _locks.is_locked(self.fd, OWNER + slot)
         ]
         page.close()
         return end if self._looked.living else 0

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from . import _files
+from . import _files, _locks
 from ._copy import write_role
 from ._feeder import (
     ERRORS_NAME,
@@ -107,7 +107,7 @@ class Replication(Rounds):
         # Said here, so that Ctrl-C in `start` leaves no thread that nobody knows of.
         self._thread = threading.current_thread()
         try:
-            while not self._stopping and not _files.try_lock(engine.fd, FEEDER, True):
+            while not self._stopping and not _locks.try_lock(engine.fd, FEEDER, True):
                 self._stop.wait(_TAKE_OVER_S)
             if self._stopping:
                 return
@@ -359,7 +359,7 @@ class Replication(Rounds):
         try:
             if words[REPLICATION] & IS_FENCED or words[FAILED] or not words[REPLICATION] & WANTED:
                 return
-            if self._link is None and last and _files.try_lock(engine.fd, FEEDER, True):
+            if self._link is None and last and _locks.try_lock(engine.fd, FEEDER, True):
                 self._connect_to_finish()
             link = self._link
             if link is None:
@@ -393,7 +393,7 @@ class Replication(Rounds):
     def give_up(self) -> None:
         """End the receiver and let somebody else feed."""
         self.finish(False)
-        _files.unlock(self._engine.fd, FEEDER)
+        _locks.unlock(self._engine.fd, FEEDER)
 
     def _connect_to_finish(self) -> None:
         engine = self._engine

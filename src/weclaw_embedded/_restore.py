@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from . import _clock, _files, _stream
+from . import _clock, _files, _locks, _stream
 from ._copy import Copy, is_same_file, role_of
 from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._file_options import recorded_replica
@@ -84,7 +84,7 @@ def restore_damaged(path: str, options: StoreOptions, error: WeclawError) -> boo
         return False
     fd = _files.open_rw(path)
     try:
-        if not _files.try_lock(fd, IN_USE, True):
+        if not _locks.try_lock(fd, IN_USE, True):
             return False
         patience_s = patience_of(options.replica_timeout)
         return _restore(path, address, f"is damaged beyond use ({error})", patience_s)

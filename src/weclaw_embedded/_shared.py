@@ -21,7 +21,7 @@ import struct
 from bisect import bisect_left
 from typing import Final
 
-from . import _files
+from . import _files, _locks
 from .wal import COMMIT, LAST, TAIL, LogState
 
 PAGE_VERSION: Final = 2
@@ -144,7 +144,7 @@ class SharedPage(LogState):
 
     def hold(self) -> None:
         """Have others see that it is in use, until it is closed."""
-        _files.lock(self._fd, _IN_USE, False)
+        _locks.lock(self._fd, _IN_USE, False)
 
     @staticmethod
     def user_of(path: str) -> tuple[int, ...] | None:
@@ -156,7 +156,7 @@ class SharedPage(LogState):
         except OSError:
             return None
         try:
-            if not _files.is_locked(fd, _IN_USE):
+            if not _locks.is_locked(fd, _IN_USE):
                 return None
             words = _files.read_at(fd, WORDS_BYTES, 0)
         finally:

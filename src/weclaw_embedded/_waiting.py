@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from . import _files
+from . import _locks
 from ._opening import OWNER
 from ._session import ALL, Session
 from ._shared import (
@@ -87,7 +87,7 @@ class Waiting:
         if not everyone and len(others) > 1:
             self._next_probe = probe = (self._next_probe + 1) % len(others)
             others = others[probe : probe + 1]
-        dead = _files.unlocked(self.fd, others)
+        dead = _locks.unlocked(self.fd, others)
         return [start - OWNER for start in dead] if dead else dead
 
     def _other_owners(self) -> list[tuple[int, bytes]]:
@@ -96,7 +96,7 @@ class Waiting:
         if seq != self._owners_seen:
             others = self.page.others(self.slot)
             self._owners_seen = seq
-            self.others = [_files.question(OWNER + slot) for slot in others]
+            self.others = [_locks.question(OWNER + slot) for slot in others]
         return self.others
 
     def bury(self, session: Session, slots: list[int]) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
-from . import _files, _registry
+from . import _files, _locks, _registry
 from ._copy import ROLE_NAMES, is_alive, lock_copy, read_role, role_of, write_role
 from ._feeder import describe
 from ._format import DEFAULT_SEGMENT_BYTES, PRIMARY
@@ -110,7 +110,7 @@ def _promote(name: str) -> int:
         # The epoch first: from here on the old primary is refused, whatever happens to us.
         epoch = log.write_header(epoch=max(header.epoch, fenced_by) + 1).epoch
         # Shared, as those hold it who have a queue open: no receiver comes in between.
-        _files.try_lock(fd, RECEIVER, False)
+        _locks.try_lock(fd, RECEIVER, False)
         _forget_replica(name)
         # Last: one who finds this undone promotes it again, and the copy's own address, which the
         # log has from its primary, is never taken for that of a replica.

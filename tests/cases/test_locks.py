@@ -18,7 +18,7 @@ def work_and_count(pipe, path, flush, limit):
     import traceback
     from functools import partial
 
-    from weclaw_embedded import _files, _opening
+    from weclaw_embedded import _files, _locks, _opening
 
     holders = set()
     found = []
@@ -53,13 +53,13 @@ def work_and_count(pipe, path, flush, limit):
         return call
 
     for name in ("lock", "try_lock"):
-        setattr(_files, name, locking(getattr(_files, name)))
-    _files.unlock = unlocking(_files.unlock)
+        setattr(_locks, name, locking(getattr(_locks, name)))
+    _locks.unlock = unlocking(_locks.unlock)
 
     def bound_lock(fd, start):
-        return partial(_files.lock, fd, start, True), partial(_files.unlock, fd, start)
+        return partial(_locks.lock, fd, start, True), partial(_locks.unlock, fd, start)
 
-    _files.bound_lock = bound_lock
+    _locks.bound_lock = bound_lock
     for name in ("sync_data", "sync_all", "sync_dir"):
         setattr(_files, name, syncing(getattr(_files, name)))
     for name in ("fsync", "fdatasync"):  # what goes round the door is found, too
