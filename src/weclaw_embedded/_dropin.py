@@ -92,6 +92,8 @@ class Core:
         chosen["topic"] = options.pop("topic", "default")
         queue_options(chosen)  # before there is a file
         self.store = open_store(path, **options)
+        # Of a cycle that is dropped the garbage collector may end the store before this.
+        self.store._needs_closing = False
         try:
             self.queue = self.store.queue(visibility_timeout=None, **chosen)
         except BaseException:

@@ -107,6 +107,8 @@ def open(
 class Store:
     """One open file; made by `open`. Any thread may use it; see `Queue` for forks."""
 
+    _needs_closing = True  # False: that of a drop-in, which nobody is told to close
+
     def __init__(
         self, path: str | os.PathLike[str], options: StoreOptions, arguments: dict[str, Any]
     ) -> None:
@@ -302,7 +304,8 @@ class Store:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+            if self._needs_closing:
+                warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._drop()
 
 

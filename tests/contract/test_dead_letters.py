@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 from tests.helpers.processes import Child, environment
@@ -337,6 +338,30 @@ def test_a_drop_in_that_is_dropped_tells_of_all_its_letters_first(path, open_que
         return not descriptors_of(path) and not threads_for_on_dead()
 
     eventually(is_closed)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="sees descriptors by /proc")
+@pytest.mark.parametrize("module", [threads, aio])
+def test_a_drop_in_that_is_dropped_in_a_cycle_needs_no_closing_either(path, module):
+    """The garbage collector ends what it is made of in any order, and warns of none of it."""
+    called = []
+    with weclaw.Queue(path, start="earliest") as q:
+        q.put("late", ttl=0.01)
+    time.sleep(0.02)
+    cycle = [module.Queue(path=path, on_dead=called.append)]
+    cycle.append(cycle)
+    assert cycle[0].qsize() == 0
+    eventually(lambda: called)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del cycle
+
+        def is_closed():
+            gc.collect()  # the thread may have it a moment longer
+            return not descriptors_of(path) and not threads_for_on_dead()
+
+        eventually(is_closed)
+    assert [str(warning.message) for warning in caught] == []
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="sees descriptors by /proc")
