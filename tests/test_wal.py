@@ -1141,6 +1141,44 @@ def test_a_lost_segment_costs_only_its_own_records(path: Path) -> None:
         assert bodies(log) == [*found, b"more"]
 
 
+def test_what_goes_on_behind_a_lost_segment_vouches_for_it(path: Path) -> None:
+    """The last frame goes on behind a slot that is gone: its part there says what was durable."""
+    with opened(path) as (log, _):
+        for n in range(20):
+            put(log, b"%02d" % n * 2000)
+            sync(log)
+        put(log, bytes(60_000))
+        assert log.state.words[LAST] == 2
+        slot = log.slot_position(log.slot_of(1))
+    image = bytearray(path.read_bytes())
+    image[slot : slot + SEGMENT] = bytes(SEGMENT)
+    path.write_bytes(image)
+    for _ in range(2):
+        with opened(path) as (log, recovery):
+            assert SEGMENT in [offset for offset, _ in recovery.damaged]
+            assert recovery.torn_bytes == 0
+            kept = bodies(log)
+            assert kept[0] == b"00" * 2000
+            put(log, b"more")
+            assert bodies(log) == [*kept, b"more"]
+
+
+def test_what_goes_on_behind_a_lost_segment_may_not_know_of_it(path: Path) -> None:
+    """The same where nothing says that it was durable: a power cut may have left this."""
+    with opened(path) as (log, _):
+        for n in range(20):
+            put(log, b"%02d" % n * 2000)
+        put(log, bytes(60_000))
+        slot = log.slot_position(log.slot_of(1))
+    image = bytearray(path.read_bytes())
+    image[slot : slot + SEGMENT] = bytes(SEGMENT)
+    path.write_bytes(image)
+    with opened(path) as (log, recovery):
+        assert recovery.damaged == []
+        kept = bodies(log)
+        assert kept == [b"%02d" % n * 2000 for n in range(len(kept))]
+
+
 def test_a_log_without_any_segment_is_a_typed_error(path: Path) -> None:
     """When no slot header is left, or only those of segments long freed, nothing is made up."""
     with opened(path) as (log, _):

@@ -309,6 +309,7 @@ class _Walk:
             log.limit(log.state.words[LAST]),
             on_damage=lambda offset, reason: bad.append((offset, reason)),
             open_end=True,
+            on_commit=self._vouch,
         ):
             if len(bad) != n_bad:
                 self.runs.append((n_bad, self.end, time_us, checkpoint))
@@ -326,6 +327,9 @@ class _Walk:
             self.vouched = max(self.vouched, found.commit)
             yield found
         self.runs.append((n_bad, self.end, time_us, checkpoint))
+
+    def _vouch(self, commit: int) -> None:
+        self.vouched = max(self.vouched, commit)
 
 
 def _walk_to_end(

@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 OnDamage: TypeAlias = Callable[[int, str], object]
+OnCommit: TypeAlias = Callable[[int], object]
 
 _WINDOW = 256 << 10  # so that it stays in the processor's cache while it is gone through
 _PIECE = 64 << 20  # what a search has in memory at once
@@ -247,13 +248,15 @@ def stretches(
     on_damage: OnDamage | None = None,
     open_end: bool = False,
     budget: Budget | None = None,
+    on_commit: OnCommit | None = None,
 ) -> Iterator[Stretch | Frame]:
     """Yield all frames from `start` (a boundary, or the beginning of a segment) up to `end`: many
     at once where they stand whole in one segment, one alone that goes over several.
 
     Damage is told to `on_damage(offset, reason)` and passed over; without it CorruptError is
     raised.  LookupError when the place was freed.  With `open_end` zeros in the last segment are
-    the end of the log, and nothing is known of what comes behind.
+    the end of the log, and nothing is known of what comes behind. `on_commit` is told the commit
+    points of good parts of frames that are passed over: they are as true as those of whole frames.
     """
     bits = log.bits
     words = log.state.words
@@ -304,6 +307,8 @@ def stretches(
                     ):
                         raise BadPartError(offset, "a frame without its beginning", frame[1])
                 except BadPartError as bad:
+                    if on_commit is not None:
+                        on_commit(_commit_at(log, offset, stop))
                     budget = budget or Budget()
                     offset = _pass_over(
                         log, bad, offset, stop, shift, salt, on_damage, open_end, budget, broken
@@ -437,6 +442,14 @@ def _orphan_end(log: Segments, offset: int, stop: int) -> int:
     except BadPartError:
         return 0
     return 0 if commit_flags & FIRST else offset + len(part)
+
+
+def _commit_at(log: Segments, offset: int, stop: int) -> int:
+    """The commit point that a part known to be of no whole frame tells; 0 if none stands there."""
+    try:
+        return check_part(log, offset, stop)[0] >> 8
+    except BadPartError:
+        return 0
 
 
 def _search(
