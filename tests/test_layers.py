@@ -24,6 +24,7 @@ LAYERS = [
     ["_checks", "_records"],
     ["_options"],
     ["_segments"],
+    ["_slots"],
     ["_finding", "_scan", "_layout"],
     ["_reading", "_lost_end"],
     ["_recovery"],

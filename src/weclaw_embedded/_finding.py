@@ -42,6 +42,7 @@ from ._segments import (
     ZEROED,
     Segments,
 )
+from ._slots import Slots
 from .errors import CorruptError, DiskFullError
 
 __all__ = [
@@ -277,7 +278,7 @@ def restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
     return healed
 
 
-def find_spares(log: Segments, needs: int) -> None:
+def find_spares(log: Slots, needs: int) -> None:
     """Say of the free slots which are zeroed, and what the others wait for."""
     # If the head record may only be in the cache, they wait for a sync, like any just freed.
     n_zeroed = 0

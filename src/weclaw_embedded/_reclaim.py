@@ -10,7 +10,7 @@ Invariants:
 * Nothing is lost: a live message goes to the end of the log whole (CARRY), and what is not a
   message (groups, pauses, options) stands in a CHECKPOINT later than the segment that is freed.
   Both are written before the segment is freed, and are on stable storage before its slot is used
-  again (`_segments`).
+  again (`_slots`).
 * Work is bounded: what is ready is carried only for groups that stand still, and a segment of which
   much lives only if that is what keeps the file from shrinking, that is when less than half of all
   that is kept lives. (A backlog that is being drained must not be rewritten before its consumers.)
@@ -418,7 +418,7 @@ def _leave_tail(session: Session) -> bool:
 
 
 def _make_reusable(engine: Engine) -> None:
-    """Take freed slots through the steps of `_segments`, with the syncs between them done here,
+    """Take freed slots through the steps of `_slots`, with the syncs between them done here,
     outside the lock.
     """
     for _ in range(_ROUNDS):

@@ -60,6 +60,7 @@ from ._segments import (
     WRITING,
     Segments,
 )
+from ._slots import Slots
 from .errors import CorruptError, DiskFullError, WeclawError
 
 __all__ = [
@@ -104,7 +105,7 @@ class Recovery:
 
 
 def recover(
-    log: Segments,
+    log: Slots,
     *,
     commit: int,
     cache_is_true: bool,
@@ -159,7 +160,7 @@ def recover(
     return recovery
 
 
-def recover_copy(log: Segments) -> None:
+def recover_copy(log: Slots) -> None:
     """Find where a replica's copy ends, and cut off what is torn.
 
     Nothing is begun and nothing vouched for: what follows comes from the file it is a copy of. A
@@ -416,7 +417,7 @@ def _cut(log: Segments, cut: int) -> None:
     _files.sync_data(log.fd)
 
 
-def _go_on(log: Segments, end: int, begin_segment: Callable[[int], None]) -> None:
+def _go_on(log: Slots, end: int, begin_segment: Callable[[int], None]) -> None:
     """Begin a new segment after the end of the log."""
     words = log.state.words
     log.count_spares()
@@ -437,7 +438,7 @@ def _zero(log: Segments, begin: int, end: int, shift: int) -> None:
             _files.zero_fill(log.fd, at + shift, used)
 
 
-def heal(log: Segments) -> None:
+def heal(log: Slots) -> None:
     """See `Log.heal`."""
     words = log.state.words
     accept = words[WRITING] == 1

@@ -82,6 +82,7 @@ from ._segments import (
     WRITING,
     LogState,
 )
+from ._slots import Slots
 from .errors import DiskFullError, StorageError
 
 __all__ = [
@@ -121,7 +122,7 @@ def read_file_header(fd: int, name: str = "the file") -> FileHeader:
     return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), name)
 
 
-class Log(Reading):
+class Log(Slots, Reading):
     """One process's hands on the log of one open file.  See the module for who may call what."""
 
     def __init__(

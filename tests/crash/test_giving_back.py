@@ -15,7 +15,7 @@ pytestmark = pytest.mark.crash
 
 def settle_until_killed(pipe, path, step, moment):
     """Put messages of which two groups settle all, until the process is killed at that step."""
-    from weclaw_embedded import _files, _index, _segments
+    from weclaw_embedded import _files, _index, _slots
     from weclaw_embedded._format import HEAD_RECORD_AT
 
     def kill():
@@ -33,7 +33,7 @@ def settle_until_killed(pipe, path, step, moment):
         return wrapped
 
     if step == "the log lets go":
-        _segments.Segments.free = deadly(_segments.Segments.free)
+        _slots.Slots.free = deadly(_slots.Slots.free)
     elif step == "the index forgets":
         _index.Tx.drop_below = deadly(_index.Tx.drop_below)
     elif step == "the index says so":
