@@ -124,6 +124,27 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": source}
 
 
+def test_beginning_a_sync_changes_nothing_and_fails_for_nobody(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can't be begun is left to the sync, which says what went wrong."""
+    _files.write_at(file, [b"there"], 0)
+    _files.begin_sync(file)
+    _files.sync_data(file)
+    assert _files.read_at(file, 10, 0) == b"there"
+    read_end, write_end = os.pipe()
+    _files.begin_sync(write_end)
+    os.close(read_end)
+    os.close(write_end)
+    _files.begin_sync(write_end)  # closed meanwhile by another thread
+    with pytest.raises(OSError):
+        _files.sync_data(write_end)
+    monkeypatch.setattr(_files, "libc", lambda name: None)
+    _files._sync_file_range.cache_clear()
+    _files.begin_sync(file)
+    _files._sync_file_range.cache_clear()
+
+
 def test_zero_fill_writes_zeros_that_have_their_space(file: int) -> None:
     """After zero_fill the range reads as zeros and has no hole; a punched one has."""
     _files.write_at(file, [b"x" * 100], 200_000)

@@ -27,7 +27,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -262,7 +262,7 @@ class Engine(
                 raise
             return self.turn(operation, *args)
         if session.tail >= self._look_at or not session.is_plain:
-            self._after(session)
+            result = self._after(session, result)
         if session.settled and not self._upkeep_due:
             self._upkeep_soon()
         if session.must_sync:
@@ -289,14 +289,17 @@ class Engine(
         mode = words[REPLICATION]
         return _session_maker()(self, mode) if mode else Session(self)
 
-    def _after(self, session: Session) -> None:
-        """What is not plain about a turn, after it, with the lock given back."""
+    def _after(self, session: Session, result: T) -> T:
+        """What is not plain about a turn, after it, with the lock given back. Its result."""
+        if session.is_long:
+            self.log.begin_sync()
         for kind, slots in session.pokes:
             self.wake(slots, kind)
         if session.tail >= self._look_at:
             self._look_for_space(session.tail)
         if self.index.room.is_short:
             self._feed_index()
+        return result if session.answer is None else cast("T", session.answer())
 
     def _check_open(self) -> None:
         # Before the lock: the descriptor may be somebody else's by now.

@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -42,6 +43,7 @@ __all__ = [
     "Bytes",
     "allocate",
     "allocated",
+    "begin_sync",
     "close",
     "create_whole",
     "drop_cache",
@@ -377,6 +379,26 @@ else:
     def sync_all(fd: int) -> None:
         """Return when the file's contents and attributes are on stable storage. Raises OSError."""
         os.fsync(fd)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[..., int] | None:
+    call = libc("sync_file_range") if sys.platform == "linux" else None
+    if call is not None:
+        wide = ctypes.c_longlong
+        call.argtypes = [ctypes.c_int, wide, wide, ctypes.c_uint]  # type: ignore[attr-defined]
+    return call
+
+
+def begin_sync(fd: int) -> None:
+    """Have the system begin to write to the disk what the next `sync_data` has to, and wait for
+    nothing.  It promises nothing: where it can't, or the write fails, that sync does it, or says
+    so.
+    """
+    call = _sync_file_range()
+    if call is not None:
+        just_write = 0x02
+        call(fd, 0, 0, just_write)
 
 
 def sync_dir(path: str) -> None:

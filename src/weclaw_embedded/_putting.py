@@ -96,6 +96,10 @@ def put(
     if policy >= session.sync_from:
         session.must_sync = True
     if not ids:
+        if len(offsets) > 1:
+            session.answer = _ids_later(session, offsets)
+            session.is_plain = False
+            return []
         return _ids_of(session, offsets)
     said = chain.from_iterable([terms.id] * len(bodies) for bodies, terms in fresh)
     made = iter(
@@ -226,17 +230,21 @@ def _ids_of(session: Session, offsets: Sequence[int]) -> list[str]:
     """The ids we make of messages at these offsets, which rise."""
     if len(offsets) == 1:
         return [_form_of(session, offsets[0]) % offsets[0]]
+    return _ids_later(session, offsets)()
+
+
+def _ids_later(session: Session, offsets: Sequence[int]) -> Callable[[], list[str]]:
+    """What makes these ids when it is called, also after the turn and without its lock."""
     bits = session.log.bits
-    ids: list[str] = []
+    forms: list[str] = []
     start = 0
     while start < len(offsets):
         first = offsets[start]
-        form = _form_of(session, first) + " "
         end = bisect_left(offsets, (first >> bits) + 1 << bits, start)
         # In one step for all of a segment: put_many lives here.
-        ids += (form * (end - start) % (*offsets[start:end],)).split()
+        forms.append((_form_of(session, first) + " ") * (end - start))
         start = end
-    return ids
+    return lambda: ("".join(forms) % (*offsets,)).split()
 
 
 def _form_of(session: Session, offset: int) -> str:

@@ -32,6 +32,9 @@ OS, BATCH, SYNC, REPLICA = range(4)
 POLICIES: Final = {"os": OS, "batch": BATCH, "sync": SYNC}
 ALL: Final = (1 << 64) - 1
 
+# From here on it is worth a call of the system to have the disk begin before the sync.
+_LONG_BYTES: Final = 16 << 10
+
 Record = Sequence[bytes | memoryview]
 Appended = tuple[int, int, Record]  # offset, time, record
 
@@ -52,6 +55,9 @@ class Session:
     must_sync = False
     may_make_room = True  # where the disk is full
     is_plain = True  # nothing but what each turn does is to be done after it
+    is_long = False  # the disk is to begin with it at once; then not `is_plain`
+    # Makes the rest of the operation's result, while the disk works; then not `is_plain`.
+    answer: Callable[[], Any] | None = None
     is_special = False  # at its end it is looked for the next two, and for steps
     must_index = False  # what the index learned must be in LMDB, not in memory alone
     imagined = False  # what is done to the index is dropped; see `imagine`
@@ -219,6 +225,9 @@ class Session:
                 # Before the write, so that no moment exists in which it could be delivered.
                 self.engine.puts_to = end = self.log.pending_tail
                 self.page.promise_sync(self._sync_from, end)
+                if end - self.start >= _LONG_BYTES:
+                    self.is_long = True
+                    self.is_plain = False
             try:
                 self.tail = self.log.write()
             except DiskFullError:

@@ -202,6 +202,8 @@ def _run(session: Session, jobs: Sequence[Job]) -> Session:
             raise  # its transaction is over, with what the others did in it
         except Exception as error:  # noqa: BLE001  each job's own, told to it
             job.error = error
+        if session.answer is not None:
+            job.result, session.answer = session.answer(), None
         if session.imagined:
             session.forget_imagined()
         job.must_sync = session.must_sync

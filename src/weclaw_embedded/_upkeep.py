@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
-# How often, while a segment is filled, it is seen to that a full disk could be worked off.
+# How often, while a segment is filled, it is seen to that a full disk could be worked off: where
+# the disk is short, and where it has plenty.
 LOOKS: Final = 32
+_FEW_LOOKS: Final = 4
 _LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
 
 
@@ -72,7 +74,8 @@ class Upkeep:
         log = self.log
         makes_room = self._room_maker == threading.get_ident()
         if not makes_room:
-            self._look_at = min((last + 1) << log.bits, tail + log.segment_bytes // LOOKS)
+            looks = LOOKS if words[RESERVE] else _FEW_LOOKS
+            self._look_at = min((last + 1) << log.bits, tail + log.segment_bytes // looks)
         if last != self._last_segment:
             # At once, so that space is used again as fast as it is used up.
             self._last_segment = last

@@ -433,6 +433,10 @@ class Log(Slots, Reading):
         """
         _files.sync_data(self.fd)
 
+    def begin_sync(self) -> None:
+        """Have the disk begin with what the next `sync` is for; promises nothing, needs no lock."""
+        _files.begin_sync(self.fd)
+
     def free(self, segment: int, needs: int | None = None) -> None:
         """Let go of every segment up to this one, for reasons found in the log up to now.
 

@@ -60,7 +60,7 @@ def work_and_count(pipe, path, flush, limit):
         return partial(_locks.lock, fd, start, True), partial(_locks.unlock, fd, start)
 
     _locks.bound_lock = bound_lock
-    for name in ("sync_data", "sync_all", "sync_dir"):
+    for name in ("begin_sync", "sync_data", "sync_all", "sync_dir"):
         setattr(_files, name, syncing(getattr(_files, name)))
     for name in ("fsync", "fdatasync"):  # what goes round the door is found, too
         setattr(os, name, syncing(getattr(os, name)))

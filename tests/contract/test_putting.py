@@ -849,6 +849,29 @@ def test_what_is_behind_anothers_unsynced_put_is_there_with_its_sync(open_queue,
     assert got == ["before", "behind"]
 
 
+@pytest.mark.parametrize(
+    ("flush", "size", "expected"),
+    [("sync", 1000, ["begin", "sync"]), ("sync", 10, ["sync"]), ("batch", 1000, [])],
+)
+def test_the_disk_begins_with_a_long_put_before_its_sync(
+    open_queue, monkeypatch, flush, size, expected
+):
+    """What a long put still has to do is done while the disk works; a short one asks for nothing,
+    and neither does one that waits for no disk.
+    """
+    q = open_queue(flush=flush, flush_interval_ms=600_000)
+    q.put("first")
+    calls = []
+    begin, sync = _files.begin_sync, _files.sync_data
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "begin_sync", lambda fd: (calls.append("begin"), begin(fd)))
+        patch.setattr(_files, "sync_data", lambda fd: (calls.append("sync"), sync(fd)))
+        ids = q.put_many([bytes([n]) * size for n in range(50)])
+    assert calls == expected
+    assert q.get().body == "first"
+    assert [msg.id for msg in q.get_many(50)] == ids
+
+
 @pytest.mark.parametrize("how", ["put", "ack", "nack", "transaction", "cancel", "pause"])
 def test_batch_forces_to_disk_whatever_was_written(open_queue, monkeypatch, how):
     """With flush "batch" settling and steering reach the disk within the interval, as puts do."""
