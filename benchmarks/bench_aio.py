@@ -14,25 +14,9 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from common import (
-    Floor,
-    Row,
-    Run,
-    Yardstick,
-    at_least,
-    at_most,
-    figure,
-    make_message,
-    p50_us,
-    parser,
-    rate_of,
-    rate_row,
-    report,
-    running,
-    slow_sync_of_this_run,
-    surroundings,
-    take_turns,
-)
+from common import Floor, Yardstick, make_message, p50_us, rate_of, take_turns
+from program import Run, parser, report, running, slow_sync_of_this_run, surroundings
+from table import Row, at_least, at_most, figure, rate_row
 
 import weclaw_embedded as weclaw
 
@@ -97,7 +81,7 @@ def bench_tasks(run: Run) -> Iterator[Row]:
         return 1e6 / p50_us(floor.put, run.slice_s / 2)
 
     samples = take_turns(
-        run,
+        run.calm,
         run.rounds,
         {
             "floor": floor_rate,
@@ -116,7 +100,7 @@ def bench_tasks(run: Run) -> Iterator[Row]:
         samples={"ours": shares},
     )
     samples = take_turns(
-        run,
+        run.calm,
         run.rounds,
         {
             "floor": floor_rate,
@@ -178,7 +162,7 @@ def bench_stall(run: Run) -> Iterator[Row]:
     count = 2000 if slow_sync_of_this_run() else 10_000
     rounds = max(3, run.rounds // 2)
     samples = take_turns(
-        run,
+        run.calm,
         rounds,
         {"ours": lambda: _stall(run.path("stall.wq"), count), "idle": _idle_stall},
         most=2 * rounds,

@@ -23,32 +23,22 @@ from typing import Any
 
 from common import (
     Floor,
-    Row,
-    Run,
     Samples,
-    Target,
     Yardstick,
-    at_least,
-    at_most,
     disk_bytes,
-    figure,
-    latency_row,
     make_message,
     make_messages,
     median_ratio,
     p50_us,
-    parser,
     rate_of,
     rate_of_threads,
-    rate_row,
-    report,
     rss_mb,
-    running,
-    surroundings,
     take_turns,
 )
 from crew import through_processes
 from peers import ByHand, Ours
+from program import Run, parser, report, running, surroundings
+from table import Row, Target, at_least, at_most, figure, latency_row, rate_row
 
 import weclaw_embedded as weclaw
 
@@ -131,7 +121,7 @@ def bench_put(run: Run) -> Iterator[Row]:
             "yardstick": lambda: p50_us(trio.yardstick.put, run.slice_s),
             "ours": lambda: p50_us(trio.queue.put, run.slice_s),
         }
-        samples = take_turns(run, 2 * run.rounds + 1, contenders)
+        samples = take_turns(run.calm, 2 * run.rounds + 1, contenders)
     floor, yardstick = samples["floor"], samples["yardstick"]
     yield Row("the floor: pack + pwritev(RWF_DSYNC), p50", statistics.median(floor), "µs", 1.0)
     ratio = median_ratio(samples, "yardstick", "floor")
@@ -151,7 +141,7 @@ def _row_of_put_many(run: Run, count: int, target: Target | None) -> Row:
             "yardstick": lambda: rate_of(_many_putter(trio.yardstick.put_many, count), run.slice_s),
             "ours": lambda: rate_of(_many_putter(trio.queue.put_many, count), run.slice_s),
         }
-        return rate_row(f"put_many({count})", take_turns(run, run.rounds, contenders), target)
+        return rate_row(f"put_many({count})", take_turns(run.calm, run.rounds, contenders), target)
 
 
 def bench_get_ack(run: Run) -> Iterator[Row]:
@@ -172,7 +162,7 @@ def bench_get_ack(run: Run) -> Iterator[Row]:
             "yardstick": yardstick,
             "ours": ours,
         }
-        samples = take_turns(run, run.rounds, contenders)
+        samples = take_turns(run.calm, run.rounds, contenders)
     yield rate_row("get + ack", samples, at_least(1.8, "yardstick"))
 
 
@@ -188,7 +178,7 @@ def bench_processes(run: Run) -> Iterator[Row]:
         "ours": lambda: through_processes(Ours.name, run.path("ours"), count),
     }
     rounds = 3 if run.quick else 7
-    samples = take_turns(run, rounds, contenders, most=2 * rounds)
+    samples = take_turns(run.calm, rounds, contenders, most=2 * rounds)
     floor.close()
     yield rate_row("1 producer + 2 consumer processes", samples, at_least(2.2, "yardstick"))
 
@@ -200,7 +190,7 @@ def bench_threads(run: Run) -> Iterator[Row]:
             "yardstick": lambda: rate_of(_putter(trio.yardstick.put), run.slice_s),
             "ours": lambda: rate_of_threads(trio.queue.put, 8, 2 * run.slice_s),
         }
-        samples = take_turns(run, run.rounds, contenders)
+        samples = take_turns(run.calm, run.rounds, contenders)
     note = "Y with one thread"
     yield rate_row("8 threads putting", samples, at_least(3, "yardstick"), note)
 
@@ -255,7 +245,7 @@ def bench_batch(run: Run) -> Iterator[Row]:
             "floor": lambda: 1e6 / p50_us(floor.put, run.slice_s / 3),
             "ours": turn,
         }
-        samples = take_turns(run, run.rounds, contenders)
+        samples = take_turns(run.calm, run.rounds, contenders)
         yield rate_row(work, samples, target, f"best {figure(max(samples['ours']))}")
     floor.close()
 
@@ -479,7 +469,7 @@ def _at_backlogs(run: Run, paths: dict[int, str], flush: str) -> Samples:
     with contextlib.ExitStack() as stack:
         queues = {n: stack.enter_context(_queue(path, flush=flush)) for n, path in paths.items()}
         contenders = {str(n): functools.partial(turn, queue) for n, queue in queues.items()}
-        return take_turns(run, run.rounds, contenders)
+        return take_turns(run.calm, run.rounds, contenders)
 
 
 def bench_backlog(run: Run) -> Iterator[Row]:

@@ -14,25 +14,17 @@ from typing import Any
 
 from common import (
     Floor,
-    Row,
-    Run,
     Yardstick,
-    at_most,
-    figure,
-    latency_row,
     make_message,
     make_messages,
     median_ratio,
     p50_us,
-    parser,
     rate_of,
     rate_of_threads,
-    rate_row,
-    report,
-    running,
-    surroundings,
     take_turns,
 )
+from program import Run, parser, report, running, surroundings
+from table import Row, at_most, figure, latency_row, rate_row
 
 import weclaw_embedded as weclaw
 
@@ -62,7 +54,7 @@ def bench_puts(run: Run) -> Iterator[Row]:
     alone = weclaw.Queue(run.path("alone.wq"))
     with _with_copy(run, sync=True) as waiting, _with_copy(run, sync=False) as lagging:
         samples = take_turns(
-            run,
+            run.calm,
             2 * run.rounds + 1,
             {
                 "floor": functools.partial(p50_us, floor.put, run.slice_s),
@@ -85,7 +77,7 @@ def bench_puts(run: Run) -> Iterator[Row]:
         for work, name, target in works:
             yield latency_row(work, samples | {"ours": samples[name]}, target)
         samples = take_turns(
-            run,
+            run.calm,
             run.rounds,
             {
                 "floor": lambda: 1e6 / p50_us(floor.put, run.slice_s / 3),
@@ -94,7 +86,7 @@ def bench_puts(run: Run) -> Iterator[Row]:
         )
         yield rate_row("put_many(100), sync_replica=True", samples)
         samples = take_turns(
-            run,
+            run.calm,
             run.rounds,
             {
                 "floor": lambda: 1e6 / p50_us(floor.put, run.slice_s / 3),

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the message, the floor, the yardstick, fair repeats, the table.
+"""What every benchmark measures with: the message, the floor, the yardstick, fair repeats.
 
 A figure alone says more about the disk than about the queue, so each is given as a ratio:
 
@@ -10,36 +10,25 @@ All contenders of a row take turns in slices of a fraction of a second, in an or
 ratios are taken inside each turn and the median of the turns counts, so that what else the
 machine does hits all of them alike. A turn in which the bare disk was much slower than it can be,
 or in which this program waited for a processor, is taken again; how many were is printed.
+
+The rows and their table are in `table.py`, what a program asks, prints and keeps in `program.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
-import itertools
-import json
 import math
 import os
-import platform
-import shutil
 import sqlite3
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 
-HERE: Final = Path(__file__).resolve().parent
-RESULTS: Final = HERE / "results"
 _FLOOR_BYTES: Final = 16 << 20
 _PROMPT: Final = "Summarise the following support conversation in three sentences. " * 5
 
@@ -244,22 +233,22 @@ def _waited_s() -> float:
 
 
 def take_turns(
-    run: Run, rounds: int, contenders: Mapping[str, Callable[[], float]], most: int = 0
+    calm: Calm, rounds: int, contenders: Mapping[str, Callable[[], float]], most: int = 0
 ) -> Samples:
     """Each contender once a turn, in an order that rotates. Of the turns the calm ones are kept,
     and if there are not enough of them among `most` (four times as many) the calmest.
     """
     names = list(contenders)
     turns: list[tuple[float, dict[str, float]]] = []
-    calm = 0
-    while calm < rounds and len(turns) < (most or 4 * rounds):
+    n_calm = 0
+    while n_calm < rounds and len(turns) < (most or 4 * rounds):
         shift = len(turns) % len(names)
         order = names[shift:] + names[:shift]
-        disturbed, found = run.calm.watch([(name, contenders[name]) for name in order])
+        disturbed, found = calm.watch([(name, contenders[name]) for name in order])
         turns.append((disturbed, found))
-        calm += disturbed < Calm.LIMIT
-    run.calm.turns += len(turns)
-    run.calm.disturbed += len(turns) - calm
+        n_calm += disturbed < Calm.LIMIT
+    calm.turns += len(turns)
+    calm.disturbed += len(turns) - n_calm
     turns.sort(key=lambda one: one[0])
     return {name: [found[name] for _, found in turns[:rounds]] for name in names}
 
@@ -269,320 +258,7 @@ def median_ratio(samples: Samples, above: str, below: str) -> float:
     return statistics.median(a / b for a, b in pairs)
 
 
-# -- the table -----------------------------------------------------------------------------------
-
-
-@dataclass
-class Target:
-    """What must be reached: of the value itself, or of its ratio to the floor or yardstick."""
-
-    of: str  # "value", "floor" or "yardstick"
-    limit: float
-    is_upper: bool
-    unit: str = ""
-
-    def __str__(self) -> str:
-        unit = {"floor": " × F", "yardstick": " × Y"}.get(self.of, f" {self.unit}".rstrip())
-        return f"{'≤' if self.is_upper else '≥'} {figure(self.limit)}{unit}"
-
-
-def at_most(limit: float, of: str = "value", unit: str = "") -> Target:
-    return Target(of, limit, True, unit)
-
-
-def at_least(limit: float, of: str = "value", unit: str = "") -> Target:
-    return Target(of, limit, False, unit)
-
-
-@dataclass
-class Row:
-    """One line of the table; `samples` are the turns it comes from."""
-
-    work: str
-    value: float
-    unit: str
-    x_floor: float | None = None
-    x_yardstick: float | None = None
-    target: Target | None = None
-    note: str = ""
-    samples: Samples = field(default_factory=dict)
-    section: str = ""
-
-    @property
-    def reached(self) -> str:
-        if self.target is None:
-            return ""
-        value = {"floor": self.x_floor, "yardstick": self.x_yardstick}.get(
-            self.target.of, self.value
-        )
-        if value is None:
-            return "?"
-        is_met = value <= self.target.limit if self.target.is_upper else value >= self.target.limit
-        return "yes" if is_met else "NO"
-
-
-def figure(value: float | None) -> str:
-    if value is None:
-        return ""
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}".replace(",", " ")
-    if size >= 100:
-        return f"{value:.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.3g}"
-
-
-def latency_row(work: str, samples: Samples, target: Target | None = None) -> Row:
-    """A row of times in microseconds, of the contenders "ours", "floor" and "yardstick"."""
-    return Row(
-        work,
-        statistics.median(samples["ours"]),
-        "µs",
-        median_ratio(samples, "ours", "floor") if "floor" in samples else None,
-        median_ratio(samples, "ours", "yardstick") if "yardstick" in samples else None,
-        target,
-        samples=samples,
-    )
-
-
-def rate_row(work: str, samples: Samples, target: Target | None = None, note: str = "") -> Row:
-    """A row of rates. Its × floor is how many messages go through while the floor writes one."""
-    return Row(
-        work,
-        statistics.median(samples["ours"]),
-        "/s",
-        median_ratio(samples, "ours", "floor") if "floor" in samples else None,
-        median_ratio(samples, "ours", "yardstick") if "yardstick" in samples else None,
-        target,
-        note,
-        samples,
-    )
-
-
-_HEAD = ("work", "measured", "× floor", "× yardstick", "target", "reached", "note")
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table that reads well on a terminal, too."""
-    cells = [
-        (
-            row.work,
-            f"{figure(row.value)} {row.unit}".rstrip(),
-            figure(row.x_floor),
-            figure(row.x_yardstick),
-            "" if row.target is None else str(row.target),
-            row.reached,
-            row.note,
-        )
-        for row in rows
-    ]
-    # Columns that nothing stands in are left out.
-    kept = [i for i in range(len(_HEAD)) if any(line[i] for line in cells)]
-    columns = [[_HEAD[i], *[line[i] for line in cells]] for i in kept]
-    widths = [max(len(text) for text in column) for column in columns]
-    lines = []
-    for n in range(len(cells) + 1):
-        words = [column[n].ljust(width) for column, width in zip(columns, widths, strict=True)]
-        lines.append(f"| {' | '.join(words)} |")
-        if n == 0:
-            lines.append(f"|{'|'.join('-' * (width + 2) for width in widths)}|")
-    return "\n".join(lines)
-
-
-# -- where it ran --------------------------------------------------------------------------------
-
-
-def _first_line(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip().partition("\n")[0]
-
-
-def _cpu() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def disk_of(path: str) -> tuple[str, str]:
-    """Device and file system that `path` is on."""
-    best = ("?", "?", "")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
-            device, point, kind = line.split()[:3]
-            inside = point == "/" or path == point or path.startswith(point + "/")
-            if inside and len(point) >= len(best[2]):
-                best = (device, kind, point)
-    return best[0], best[1]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "?"
-
-
-def surroundings(path: str) -> dict[str, str]:
-    """Machine, disk, date and versions, as they go into every result."""
-    device, kind = disk_of(os.path.realpath(path))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    commit = _first_line(["git", "describe", "--always", "--dirty", "--exclude=*"])
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{_cpu()}, {os.cpu_count()} CPUs, {memory:.0f} GiB",
-        "disk": f"{device}, {kind}",
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "weclaw-embedded": f"{_version('weclaw-embedded')} ({commit})",
-        "sqlite": sqlite3.sqlite_version,
-        "lmdb": _version("lmdb"),
-        "msgpack": _version("msgpack"),
-        "each sync": slow_sync_of_this_run() or "as the disk has it",
-        "load": f"{os.getloadavg()[0]:.1f} at the start",
-    }
-
-
-# -- a slower disk -------------------------------------------------------------------------------
-
-_SHIM: Final = HERE / "slow_sync.c"
-_SLOW_ENV: Final = "WECLAW_BENCH_SLOW_SYNC_US"
-
-
-def slow_sync_of_this_run() -> str:
-    microseconds = os.environ.get(_SLOW_ENV)
-    return f"takes at least {int(microseconds) / 1000:g} ms" if microseconds else ""
-
-
-def _microseconds(text: str) -> int:
-    for unit, factor in (("ms", 1e3), ("us", 1.0), ("s", 1e6)):
-        if text.endswith(unit):
-            return int(float(text[: -len(unit)]) * factor)
-    raise argparse.ArgumentTypeError(f"{text!r}: a time is written like 5ms")
-
-
-def _restart_with_slow_sync(microseconds: int) -> None:
-    """Run this program anew with the shim preloaded, so that children have it, too."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise SystemExit("--slow-sync needs gcc or cc to compile its shim; there is neither")
-    shim = Path(tempfile.mkdtemp(prefix="weclaw-bench-shim-")) / "slow_sync.so"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O2", "-o", str(shim), str(_SHIM), "-ldl"], check=True
-    )
-    environ = dict(os.environ)
-    environ[_SLOW_ENV] = str(microseconds)
-    environ["LD_PRELOAD"] = f"{shim} {environ.get('LD_PRELOAD', '')}".strip()
-    try:
-        raise SystemExit(subprocess.call([sys.executable, *sys.argv], env=environ))
-    finally:
-        shutil.rmtree(shim.parent)
-
-
-# -- the program ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """How long to measure, and where."""
-
-    folder: str
-    rounds: int
-    slice_s: float
-    quick: bool
-    full: bool
-    calm: Calm
-    _made: int = 0
-
-    def path(self, name: str) -> str:
-        self._made += 1
-        return os.path.join(self.folder, f"{self._made:03d}-{name}")
-
-    def syncs_in(self, seconds: float) -> int:
-        """How many messages the bare disk takes in that time, one by one."""
-        return int(seconds / self.calm.best_us * 1e6)
-
-    def version(self, package: str) -> str:
-        return _version(package)
-
-
-def parser(description: str) -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument("--quick", action="store_true", help="fewer and shorter turns")
-    options.add_argument("--full", action="store_true", help="also what takes minutes and GBs")
-    options.add_argument("--rounds", type=int, help="turns of each contender")
-    options.add_argument(
-        "--realtime", action="store_true", help="go before all else that this machine does (root)"
-    )
-    options.add_argument("--dir", help="a folder on the disk to measure")
-    options.add_argument("--slow-sync", type=_microseconds, metavar="5ms", help="a slower disk")
-    options.add_argument("--no-json", action="store_true", help="print only")
-    options.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there instead")
-    return options
-
-
-@contextlib.contextmanager
-def running(options: argparse.Namespace) -> Iterator[Run]:
-    """A folder to measure in, gone afterwards."""
-    if options.slow_sync and _SLOW_ENV not in os.environ:
-        _restart_with_slow_sync(options.slow_sync)
-    folder = tempfile.mkdtemp(prefix="weclaw-bench-", dir=options.dir)
-    if disk_of(os.path.realpath(folder))[1] == "tmpfs":
-        os.rmdir(folder)
-        raise SystemExit(f"{folder} would be in memory; name a folder on a disk with --dir")
-    if options.realtime:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    quick = options.quick
-    rounds = options.rounds or (5 if quick else 11)
-    try:
-        slice_s = 0.1 if quick else 0.25
-        yield Run(folder, rounds, slice_s, quick, options.full, Calm(folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def report(
-    name: str,
-    run: Run,
-    rows: Sequence[Row],
-    where: dict[str, str],
-    chosen: argparse.Namespace,
-) -> None:
-    """Print the table and keep it with all its samples."""
-    for row in rows:
-        # What is asked for as a ratio is asked for on a disk that syncs in about 0.1 ms.
-        if row.target is not None and row.target.of != "value" and slow_sync_of_this_run():
-            row.target = None
-    print(f"\n{name}: " + "; ".join(f"{key} {value}" for key, value in where.items()))
-    print(f"medians of {run.rounds} turns or more; {run.calm}")
-    print("F: the floor, the bare disk; Y: the yardstick, sqlite3 by hand (see common.py)\n")
-    for section, inside in itertools.groupby(rows, key=lambda row: row.section):
-        if section:
-            print(f"\n**{section}**\n")
-        print(table(list(inside)))
-    if chosen.no_json:
-        return
-    kept = {
-        "name": name,
-        "where": where,
-        "turns": str(run.calm),
-        "rows": [asdict(row) | {"reached": row.reached} for row in rows],
-    }
-    path: Path = chosen.json or result_path(name, quick=run.quick)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nkept in {os.path.relpath(path)}")
-
-
-def result_path(name: str, *, quick: bool) -> Path:
-    slow = "-slow-sync" if slow_sync_of_this_run() else ""
-    return RESULTS / f"{name}{slow}{'-quick' if quick else ''}.json"
+# -- sizes ---------------------------------------------------------------------------------------
 
 
 def rss_mb(pid: int | str = "self", peak: bool = False) -> float:

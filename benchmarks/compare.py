@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import HERE, figure
+from program import HERE
+from table import figure
 
 _ROOT = HERE.parent
 Figures = dict[str, dict[str, Any]]  # the rows by their work

@@ -15,21 +15,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 
 import msgpack
-from common import (
-    Body,
-    Floor,
-    Row,
-    Run,
-    Yardstick,
-    make_message,
-    median_ratio,
-    p50_us,
-    parser,
-    report,
-    running,
-    surroundings,
-    take_turns,
-)
+from common import Body, Floor, Yardstick, make_message, median_ratio, p50_us, take_turns
+from program import Run, parser, report, running, surroundings
+from table import Row
 
 _children = multiprocessing.get_context("spawn")
 _ZEROED = 16 << 20
@@ -120,10 +108,10 @@ def main() -> None:
         }
         for name, writer in writers.items():
             contenders[name] = functools.partial(p50_us, writer.put, run.slice_s)
-        samples = take_turns(run, run.rounds, contenders)
+        samples = take_turns(run.calm, run.rounds, contenders)
         rounds = max(3, run.rounds // 2)
         several = take_turns(
-            run,
+            run.calm,
             rounds,
             {
                 "floor": functools.partial(p50_us, floor.put, run.slice_s),

@@ -20,26 +20,20 @@ from collections.abc import Callable, Iterator
 from importlib import util
 
 from common import (
-    HERE,
     Floor,
-    Row,
-    Run,
     Samples,
     make_message,
     make_messages,
     median_ratio,
     p50_us,
-    parser,
     rate_of,
     rate_of_threads,
-    report,
-    result_path,
-    running,
-    surroundings,
     take_turns,
 )
 from crew import through_processes
 from peers import PEERS, ByHand, Peer, redis_server
+from program import HERE, Run, parser, report, result_path, running, surroundings
+from table import Row
 
 _VENV = HERE / "peers-venv"
 _WANTED = HERE / "peers.txt"
@@ -118,7 +112,7 @@ def _putting(run: Run, floor: Floor, peers: list[type[Peer]]) -> Iterator[Row]:
     }
     for name, queue in queues.items():
         contenders[name] = functools.partial(p50_us, queue.put, run.slice_s)
-    yield from _rows("put, p50", peers, take_turns(run, run.rounds, contenders), "µs")
+    yield from _rows("put, p50", peers, take_turns(run.calm, run.rounds, contenders), "µs")
 
     batching = [peer for peer in peers if peer.has_put_many]
 
@@ -131,7 +125,7 @@ def _putting(run: Run, floor: Floor, peers: list[type[Peer]]) -> Iterator[Row]:
 
     contenders = _with_floor(floor, run)
     contenders |= {peer.name: functools.partial(many, queues[peer.name]) for peer in batching}
-    yield from _rows("put_many(100)", batching, take_turns(run, run.rounds, contenders), "/s")
+    yield from _rows("put_many(100)", batching, take_turns(run.calm, run.rounds, contenders), "/s")
     for queue in queues.values():
         queue.close()
 
@@ -157,7 +151,7 @@ def _getting(run: Run, floor: Floor, peers: list[type[Peer]]) -> Iterator[Row]:
     queues = {peer.name: peer(run.path("get")) for peer in peers}
     contenders = _with_floor(floor, run)
     contenders |= {name: functools.partial(turn, queue) for name, queue in queues.items()}
-    yield from _rows("get + ack", peers, take_turns(run, run.rounds, contenders), "/s")
+    yield from _rows("get + ack", peers, take_turns(run.calm, run.rounds, contenders), "/s")
     for queue in queues.values():
         queue.close()
 
@@ -169,7 +163,7 @@ def _threading(run: Run, floor: Floor, peers: list[type[Peer]]) -> Iterator[Row]
     for name, queue in queues.items():
         threads = 8 if queue.shares_threads else 1
         contenders[name] = functools.partial(rate_of_threads, queue.put, threads, run.slice_s)
-    samples = take_turns(run, run.rounds, contenders)
+    samples = take_turns(run.calm, run.rounds, contenders)
     yield from _rows("8 threads putting (Y: one)", peers, samples, "/s")
     for queue in queues.values():
         queue.close()
@@ -191,7 +185,7 @@ def _processing(run: Run, floor: Floor, peers: list[type[Peer]]) -> Iterator[Row
             name, run.path("processes"), count
         )
     rounds = max(3, run.rounds // 2)
-    yield from _rows(section, able, take_turns(run, rounds, contenders, most=rounds), "/s")
+    yield from _rows(section, able, take_turns(run.calm, rounds, contenders, most=rounds), "/s")
     yield from failed
 
 
