@@ -21,6 +21,7 @@ LAYERS = [
     ["_files"],
     ["_disk", "_watch"],
     ["_codecs", "_record_types"],
+    ["_record_put"],
     ["_checks", "_records"],
     ["_options"],
     ["_segments"],

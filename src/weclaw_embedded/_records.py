@@ -3,7 +3,8 @@
 A record is a handful of bytes whose first byte is its type.  The log stores it, checks it and
 gives it back without knowing what it means; the index folds it.  `PUT`, `DELIVER` and `ACK` are
 most of all records and have fixed layouts, so that they are packed and read without msgpack;
-every other record is its type byte and one msgpack array.
+every other record is its type byte and one msgpack array.  PUT, which is read a piece at a time,
+has a room of its own, `_record_put`.
 
     PUT      <BBHI     type, priority << 4 | codec, length of meta, topic; meta; body
     DELIVER  <BBHIQQQ  type, 0, n, topic, group, owner, deadline; n times <QB offset, flags
@@ -20,55 +21,17 @@ the bytes it is given warrant, and does not know at which offset they stood.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-import msgpack
+from ._record_put import *  # noqa: F403  one vocabulary, in three rooms
+from ._record_types import *  # noqa: F403
 
-from ._record_types import *  # noqa: F403  one vocabulary, in two rooms
+# ruff: noqa: F405  the names of those stars
 
-# ruff: noqa: F405  the names of that star
-
-_LONG_META: Final = 0xFFFF
-_PLAIN_BYTES: Final = 4  # of a PUT without meta, up to its topic
-PUT_BYTES: Final = PUT_HEAD.size  # before its body
-_U32: Final = struct.Struct("<I")
-# How those begin, all that there are: most PUTs are known by that, without taking them apart.
-_PLAIN_PUTS: Final = frozenset(
-    PUT_HEAD.pack(PUT, priority << 4 | codec, 0, 0)[:_PLAIN_BYTES]
-    for priority in range(PRIORITIES)
-    for codec in range(CODEC_OTHER + 1)
-)
 _DELIVER_ONE: Final = struct.Struct(DELIVER_HEAD.format + DELIVER_ITEM.format[1:])
-NO_META: Final[dict[int, Any]] = {}  # what `meta_of_put` has for those
-
-
-class NoRecordError(ValueError):
-    """These bytes are not what they should be: one whole record of a type known here. Nothing else
-    raises it, so that an error of ours is not taken for damage.
-    """
-
-
-_META_TYPES: Final[dict[int, type]] = {
-    META_KEY: str,
-    META_ID: str,
-    META_DUE_US: int,
-    META_EXPIRY_US: int,
-    META_HEADERS: bytes,
-    META_CODEC: str,
-    META_SKEW_US: int,
-    META_DELAY_US: int,
-    META_TTL_US: int,
-}
-_META_LIMITS: Final[dict[int, int]] = {
-    META_DUE_US: NEVER,
-    META_EXPIRY_US: NEVER,
-    META_DELAY_US: MAX_WAIT_US,
-    META_TTL_US: MAX_WAIT_US,
-}
 
 
 # Names as numbers
@@ -94,58 +57,6 @@ def key_hash(key: str) -> bytes:
 
 
 # Packing
-
-
-def pack_meta(
-    *,
-    key: str | None = None,
-    id: str | None = None,
-    due_us: int | None = None,
-    expiry_us: int | None = None,
-    headers: bytes | None = None,
-    codec: str | None = None,
-    skew_us: int | None = None,
-    delay_us: int | None = None,
-    ttl_us: int | None = None,
-) -> bytes:
-    """Return the packed meta of a PUT: only what is given, nothing at all for a plain message."""
-    meta: dict[int, Any] = {}
-    if key is not None:
-        meta[META_KEY] = key
-    if id is not None:
-        meta[META_ID] = id
-    if due_us:
-        meta[META_DUE_US] = due_us
-    if expiry_us:
-        meta[META_EXPIRY_US] = expiry_us
-    if headers:
-        meta[META_HEADERS] = headers
-    if codec is not None:
-        meta[META_CODEC] = codec
-    if skew_us:
-        meta[META_SKEW_US] = skew_us
-    if delay_us:
-        meta[META_DELAY_US] = delay_us
-    if ttl_us:
-        meta[META_TTL_US] = ttl_us
-    return _packb(meta) if meta else b""
-
-
-def pack_put(priority: int, codec: int, tid: int, meta: bytes, body: bytes) -> Record:
-    """Return a PUT; `meta` comes from `pack_meta`, `body` is stored as it is."""
-    size = len(meta)
-    if not size:
-        return (PUT_HEAD.pack(PUT, priority << 4 | codec, 0, tid), body)
-    if size < _LONG_META:
-        return (PUT_HEAD.pack(PUT, priority << 4 | codec, size, tid) + meta, body)
-    head = PUT_HEAD.pack(PUT, priority << 4 | codec, _LONG_META, tid)
-    return (head + _U32.pack(size), meta, body)
-
-
-@functools.lru_cache(maxsize=256)
-def plain_start(codec: int, tid: int) -> Record:
-    """Return what comes before the body of a PUT of which nothing is said."""
-    return pack_put(0, codec, tid, b"", b"")[:-1]
 
 
 def pack_deliver(
@@ -298,10 +209,7 @@ def pack_damaged(items: Iterable[tuple[int, str]], repaired: Sequence[int] = ())
 
 
 def _pack(kind: int, fields: list[Any]) -> Record:
-    return (bytes((kind,)) + _packb(fields),)
-
-
-_packb: Callable[[Any], bytes] = msgpack.packb
+    return (bytes((kind,)) + packb(fields),)
 
 
 # Unpacking
@@ -335,76 +243,6 @@ def unpack(record: Readable) -> AnyRecord:
     raise NoRecordError(f"a record of unknown type {kind}")
 
 
-def unpack_put(record: Readable) -> Put:
-    """Return a PUT; the body is a slice of what was given, not a copy when that is a view."""
-    if len(record) < PUT_HEAD.size:
-        raise NoRecordError("a PUT that is too short")
-    kind, packed, size, tid = PUT_HEAD.unpack_from(record)
-    if kind == PUT and not size:
-        meta: Readable = b""
-        body = record[PUT_HEAD.size :]
-    else:
-        meta, body = split_put(record)
-    priority, codec = packed >> 4, packed & 15
-    if priority >= PRIORITIES or codec > CODEC_OTHER:
-        raise NoRecordError(f"a PUT with priority {priority} and codec {codec}")
-    return Put(priority, codec, tid, unpack_meta(meta) if meta else {}, body)
-
-
-def meta_of_put(record: Readable) -> dict[int, Any]:
-    """Return the meta of a PUT, not to be changed. Raises ValueError as `unpack_put` does: what
-    this takes can be given to `split_put`, `kind_of_put` and `body_of_put`.
-    """
-    if record[:_PLAIN_BYTES] in _PLAIN_PUTS and len(record) >= PUT_BYTES:
-        return NO_META
-    return unpack_put(record).meta
-
-
-def kind_of_put(record: Readable) -> tuple[int, int]:
-    """Return the priority and the codec of a PUT."""
-    return record[1] >> 4, record[1] & 15
-
-
-def body_of_put(record: Readable) -> tuple[int, Readable]:
-    """Return the codec and the body of a PUT."""
-    if record[:_PLAIN_BYTES] in _PLAIN_PUTS:
-        return record[1] & 15, record[PUT_BYTES:]
-    return record[1] & 15, split_put(record)[1]
-
-
-def split_put(record: Readable) -> tuple[Readable, Readable]:
-    """Return the packed meta and the body of a PUT, as slices."""
-    if len(record) < PUT_HEAD.size or record[0] != PUT:
-        raise NoRecordError("a PUT that is too short")
-    size = record[2] | record[3] << 8
-    start = PUT_HEAD.size
-    if size == _LONG_META:
-        if len(record) < start + 4:
-            raise NoRecordError("a PUT that ends within the length of its meta")
-        size = _U32.unpack_from(record, start)[0]
-        start += 4
-    if size > len(record) - start:
-        raise NoRecordError("a PUT whose meta is longer than itself")
-    return record[start : start + size], record[start + size :]
-
-
-def unpack_meta(meta: Readable) -> dict[int, Any]:
-    """Return the meta of a PUT; what it holds and is not known here is left in it."""
-    values = _unpackb(meta)
-    if type(values) is not dict:
-        raise NoRecordError("a PUT whose meta is no map")
-    for name, value in values.items():
-        if type(name) is not int:
-            raise NoRecordError("a PUT whose meta has a name that is no number")
-        expected = _META_TYPES.get(name)
-        if expected is not None and type(value) is not expected:
-            raise NoRecordError(f"a PUT whose meta {name} is of type {type(value).__name__}")
-    for name, most in _META_LIMITS.items():
-        if name in values and not 0 <= values[name] <= most:
-            raise NoRecordError(f"a PUT whose meta {name} is {values[name]}")
-    return values
-
-
 def _unpack_deliver(record: Readable) -> Deliver:
     if len(record) < DELIVER_HEAD.size:
         raise NoRecordError("a DELIVER that is too short")
@@ -432,18 +270,11 @@ def _fields(record: Readable, count: int, left_out: list[Any]) -> list[Any]:
 
     `left_out` are the last ones as they are when they are not said.
     """
-    fields = _unpackb(record[1:])
+    fields = unpackb(record[1:])
     least = count - len(left_out)
     if type(fields) is not list or len(fields) < least:
         raise NoRecordError(f"a record of type {record[0]} without its {least} fields")
     return [*fields, *left_out[len(fields) - least :]][:count]
-
-
-def _unpackb(data: Readable) -> Any:
-    try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    except (ValueError, TypeError, RecursionError) as error:  # a TypeError: an unhashable map key
-        raise NoRecordError(f"not msgpack: {error}") from None
 
 
 # What one field must be
@@ -559,7 +390,7 @@ def _check_carry(said: Carry) -> None:
     for told in (rows, results, said.purged, deliveries):
         if len(set(told)) != len(told):
             raise NoRecordError("a carried message that is twice in one group")
-    tid = _U32.unpack_from(said.put, 4)[0]
+    tid = U32.unpack_from(said.put, 4)[0]
     for row in said.rows:
         if row.gid < GROUP_BIT and (row.gid != tid or row.state in (STATE_LEASED, STATE_DEAD)):
             raise NoRecordError(f"a carried message in state {row.state} of {row.gid}, no group")
