@@ -9,7 +9,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from weclaw_embedded import _delivery
+from weclaw_embedded import _delivery, _record_put
 from weclaw_embedded import _record_types as types
 from weclaw_embedded import _records as rec
 
@@ -96,7 +96,7 @@ def test_the_document_names_the_meta_of_a_put() -> None:
     """Numbers, names and types of what can be said besides a body."""
     told = {row[1]: (int(row[0]), row[2]) for row in table(part("Put"), "meta", "name")}
     known = {
-        name.removeprefix("META_").lower(): (number, rec._META_TYPES[number].__name__)
+        name.removeprefix("META_").lower(): (number, _record_put._META_TYPES[number].__name__)
         for name, number in vars(types).items()
         if name.startswith("META_")
     }
