@@ -159,7 +159,7 @@ class LiteQueue(Peer):
         return None if found is None else (found, json.loads(found.data))
 
     def ack(self, token: Any) -> None:
-        self._queue.done(token.message_id, claim_id=token.claim_id)
+        self._queue.done(token.message_id)
 
     def close(self) -> None:
         self._queue.close()
