@@ -9,6 +9,7 @@ It must not know what frames are, but for the first part by which two doubles ar
 
 from __future__ import annotations
 
+from array import array
 from typing import Final, NamedTuple
 
 from . import _files
@@ -26,7 +27,6 @@ from ._format import (
     part_checksum,
     unpack_end,
     unpack_head,
-    unpack_slot,
 )
 from ._segments import (
     ANNOUNCED,
@@ -95,19 +95,19 @@ def find_segments(log: Segments) -> None:
         ):
             chosen[header.segment] = slot
     # Salts are drawn anew: who has begun a segment twice has not given it the same.
-    log.is_overwritten |= any(
+    log.is_overwritten |= len(chosen) < len(headers) and any(
         slot != (other := chosen.get(one.segment)) and other is not None and headers[other] == one
         for slot, one in headers.items()
     )
     log.state.grow_slots(n_slots)
     log.forget()
     table = log.state.slots
-    for slot in range(len(table)):
-        table[slot] = FREE | SAFE if slot < n_slots else 0
+    entries = [FREE | SAFE] * n_slots + [0] * (len(table) - n_slots)
     for segment, slot in chosen.items():
-        table[slot] = segment + 1
+        entries[slot] = segment + 1
     for slot in unread:
-        table[slot] = UNKNOWN
+        entries[slot] = UNKNOWN
+    table[:] = array("Q", entries)
     if recorded < head and not log.readonly:
         # Known from a slot that may be cut off just now: what was let go of must not come back.
         record = pack_head(head, log.header.store_id)
@@ -207,11 +207,16 @@ def recorded_head(log: Segments) -> int:
 def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:
     """The header of each slot that has one.  Thousands at each opening, so without detours."""
     headers = {}
-    store_id, segment_bytes = log.header.store_id, log.segment_bytes
-    bytes_at = log.bytes_at
-    for slot in range(n_slots):
-        data = bytes_at(SLOT_BYTES, HEADER_BYTES + slot * segment_bytes)
-        header = unpack_slot(data, store_id, segment_bytes) or log.read_slot(slot)
+    fd, segment_bytes = log.fd, log.segment_bytes
+    read_at, unpack = _files.read_at, log.unpack_slot
+    end = HEADER_BYTES + n_slots * segment_bytes
+    for slot, position in enumerate(range(HEADER_BYTES, end, segment_bytes)):
+        try:
+            header = unpack(read_at(fd, SLOT_BYTES, position))
+        except OSError:
+            header = None
+        if header is None:
+            header = log.read_slot(slot)  # at the other end, too, and around what can't be read
         if header is not None:
             headers[slot] = header
     return headers

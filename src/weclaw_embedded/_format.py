@@ -26,6 +26,7 @@ This module must not know what records mean, nor where the bytes come from.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
@@ -80,6 +81,7 @@ __all__ = [
     "pack_slot",
     "part_checksum",
     "policy_of",
+    "slot_unpacker",
     "unpack_head",
     "unpack_header",
     "unpack_role",
@@ -372,20 +374,32 @@ def pack_slot(slot: SlotHeader, store_id: bytes) -> bytes:
 
 def unpack_slot(data: bytes, store_id: bytes, segment_bytes: int) -> SlotHeader | None:
     """Read a slot header; None when these bytes are none of this file's."""
-    if data[:4] != SLOT_MAGIC or len(data) < SLOT_BYTES:
-        return None
-    if int.from_bytes(data[4:8], "little") != crc32(data[8:SLOT_BYTES], crc32(store_id)):
-        return None
-    fields = _SLOT_FIELDS.unpack_from(data, 8)
-    segment, salt, _, prev_end, head, _, checkpoint, _ = fields
-    start = segment * segment_bytes
-    if start > MAX_OFFSET - 2 * segment_bytes or head > segment or not salt:
-        return None
-    if segment == 0:
-        return _new(SlotHeader, fields) if prev_end == 0 else None
-    if not SLOT_BYTES <= prev_end - start + segment_bytes <= segment_bytes - SLOT_BYTES:
-        return None
-    return _new(SlotHeader, fields) if checkpoint < start else None
+    return slot_unpacker(store_id, segment_bytes)(data)
+
+
+def slot_unpacker(store_id: bytes, segment_bytes: int) -> Callable[[bytes], SlotHeader | None]:
+    """What does as `unpack_slot` for one file: an opening reads thousands."""
+    seed = crc32(store_id)
+    most = MAX_OFFSET // segment_bytes - 2
+    nearest, farthest = SLOT_BYTES - segment_bytes, -SLOT_BYTES
+
+    def unpack(data: bytes) -> SlotHeader | None:
+        if data[:4] != SLOT_MAGIC or len(data) < SLOT_BYTES:
+            return None
+        if int.from_bytes(data[4:8], "little") != crc32(data[8:SLOT_BYTES], seed):
+            return None
+        fields = _SLOT_FIELDS.unpack_from(data, 8)
+        segment, salt, _, prev_end, head, _, checkpoint, _ = fields
+        start = segment * segment_bytes
+        if segment > most or head > segment or not salt:
+            return None
+        if segment == 0:
+            return _new(SlotHeader, fields) if prev_end == 0 else None
+        if not nearest <= prev_end - start <= farthest or checkpoint >= start:
+            return None
+        return _new(SlotHeader, fields)
+
+    return unpack
 
 
 def part_checksum(after_crc: bytes, salt: int, offset: int) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import errno
 
 from . import _files
-from ._format import HEADER_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
+from ._format import HEADER_BYTES, SLOT_BYTES, FileHeader, SlotHeader, slot_unpacker
 from .errors import CorruptError, StorageError
 
 __all__ = [
@@ -117,6 +117,7 @@ class Segments:
         self.readonly = readonly
         self.segment_bytes = header.segment_bytes
         self.bits = header.segment_bytes.bit_length() - 1
+        self.unpack_slot = slot_unpacker(header.store_id, header.segment_bytes)
         self._slot_of: dict[int, int] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._prev_ends: dict[int, int] = {}
@@ -275,10 +276,10 @@ class Segments:
         """The header of a slot, from whichever end of it has one; None: none there."""
         position = self.slot_position(slot)
         data = self.bytes_at(SLOT_BYTES, position)
-        header = unpack_slot(data, self.header.store_id, self.segment_bytes)
+        header = self.unpack_slot(data)
         if header is None:
             data = self.bytes_at(SLOT_BYTES, position + self.segment_bytes - SLOT_BYTES)
-            header = unpack_slot(data, self.header.store_id, self.segment_bytes)
+            header = self.unpack_slot(data)
         return header
 
     def segments(self) -> list[int]:
