@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.replica_tools import bodies, command, same
+from tests.replica_tools import bodies, command, eventually, same
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import replica
@@ -229,6 +229,40 @@ def test_a_replica_that_is_behind_does_not_shorten_the_file(
     q.put("again")
     q.close()
     same(path, copy)
+
+
+@pytest.mark.parametrize("hit", ["end", "before", "headers"])
+def test_a_copy_that_lost_its_power_is_not_gone_on_with(
+    closed: Callable[..., Any], path: Path, copy: Path, hit: str
+) -> None:
+    """Of what it had not synced a later part came to its disk, and not an earlier one: what it
+    confirms afterwards would not be there. (Here the bytes are spoilt, which is found the same.)
+    """
+    data = copy.read_bytes()
+    if hit == "headers":
+        lose_headers(copy, 1)
+    else:
+        spoil(copy, data.index(body(COUNT - 9 if hit == "end" else COUNT // 2)["pad"]) + 500)
+    q = closed()
+    q.put(body(COUNT))
+    q.close()
+    same(path, copy)
+    assert len(bodies(copy)) == COUNT + 1
+
+
+def test_a_copy_is_not_made_anew_from_a_primary_that_is_damaged(
+    closed: Callable[..., Any], open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """What the other one has of it stays, however often they meet."""
+    q = closed(replica=False)
+    q.close()
+    for one, n in ((path, COUNT - 9), (copy, COUNT - 5)):
+        spoil(one, one.read_bytes().index(body(n)["pad"]) + 500)
+    inode = copy.stat().st_ino
+    q = open_queue(replica=copy, sync_replica=False)
+    eventually(lambda: q.stats().replica_lag == 0)
+    q.close()
+    assert copy.stat().st_ino == inode
 
 
 @pytest.mark.parametrize("how", ["missing", "empty", "header"])

@@ -43,8 +43,8 @@ from ._format import (
     unpack_slot,
 )
 from ._opening import IN_USE, RECEIVER, read_header
-from ._recovery import look_at_copy, recover_copy
-from ._stream import MAX_DATA, Hello, State, StreamError
+from ._recovery import is_whole, look_at_copy, recover_copy
+from ._stream import ALIVE, DAMAGED, MAX_DATA, UNSURE_BYTES, Hello, State, StreamError
 from ._watch import asker_of, watch_names
 from .errors import CorruptError, LockedError, StorageError
 from .wal import ANNOUNCED, COMMIT, HEAD, LAST, TAIL, Log, LogState
@@ -230,9 +230,16 @@ class Copy:
         """Where it goes on."""
         return int(self.log.state.words[TAIL])
 
-    def state(self) -> State:
-        """What the primary must know to go on, or to refuse."""
+    def state(self, *, check: bool = False) -> State:
+        """What the primary must know to go on, or to refuse; with `check`, which reads the last
+        8 MiB and must be the only one to use the file, also whether it is damaged.
+        """
         header = self.header
+        flags = ALIVE if is_alive(self.fd) else 0
+        if check and not is_whole(self.log, self.tail, UNSURE_BYTES):
+            # Of what was not synced when the power failed a later part may be there, and not an
+            # earlier one. To go on behind that would be to confirm what is not here.
+            flags |= DAMAGED
         last, end, crc = self.last_frame()
         return State(
             header.store_id,
@@ -240,7 +247,7 @@ class Copy:
             header.epoch,
             header.created_us,
             read_role(self.fd, header)[0],
-            is_alive(self.fd),
+            flags,
             self.log.state.words[HEAD],
             self.tail,
             last,

@@ -29,8 +29,20 @@ from typing import Final
 
 from . import _files, _stream
 from ._format import SLOT_BYTES, FileHeader, pack_slot
+from ._recovery import is_whole
 from ._segments import HEAD, MissingSegmentError
-from ._stream import ACK, MAX_DATA, REFUSED, STATE, Hello, Incoming, State, StreamError
+from ._stream import (
+    ACK,
+    MAX_DATA,
+    REFUSED,
+    STATE,
+    SYNC_EVERY,
+    UNSURE_BYTES,
+    Hello,
+    Incoming,
+    State,
+    StreamError,
+)
 from .errors import DiskFullError
 from .wal import Log, LogState
 
@@ -48,7 +60,6 @@ _KILL_PATIENCE_S: Final = 2.0
 HANGS_S: Final = 60.0
 _SLOWEST_BYTES_S: Final = 1 << 20
 _LOOK_S: Final = 0.1  # how long a wait goes on before it is seen that the store closes
-_SYNC_EVERY: Final = 8 << 20  # bytes sent between two confirmations while catching up
 _PROGRAM: Final = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from weclaw_embedded.replica import main; main()"
@@ -310,6 +321,9 @@ class Link:
         except StreamError as error:
             raise LinkDownError(str(error)) from None
         anew = not state.exists or self._is_too_far_behind(state, commit)
+        if state.is_damaged and not anew:
+            # It is replaced when it is whole again, and by what is whole here alone.
+            anew = is_whole(self._log, commit, UNSURE_BYTES)
         if anew:
             self.sent = self._log.head_offset
             self.head = self.sent >> self._log.bits
@@ -426,7 +440,7 @@ class Link:
             raise LinkDownError("the file ends before its log does")
         end = at + n
         # A copy that is made anew takes its place with the first sync: not before it is whole.
-        sync = end == target or (self._whole and end - self._asked_at >= _SYNC_EVERY)
+        sync = end == target or (self._whole and end - self._asked_at >= SYNC_EVERY)
         self.channel.send(_stream.DATA, _stream.pack_data(at, sync), data)
         self.sent = end
         if sync:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, Final
 
 from . import _stream
-from ._copy import EMPTY_STATE, Copy, check_is_file, role_of
+from ._copy import EMPTY_STATE, Copy, check_is_file, read_role, role_of
 from ._format import COPY, check_segment_bytes
 from ._stream import (
     ACK,
@@ -47,6 +47,7 @@ from ._stream import (
     SYNC,
     Hello,
     Incoming,
+    State,
     StreamError,
     VersionError,
 )
@@ -115,7 +116,7 @@ def serve(path: str, stdin: BinaryIO, stdout: BinaryIO) -> int:
             raise StreamError("the stream does not begin with a greeting")
         hello = _stream.unpack_hello(greeting)
         copy = _open(path, hello)
-        wire.send(STATE, _stream.pack_state(EMPTY_STATE if copy is None else copy.state()))
+        wire.send(STATE, _stream.pack_state(_state(path, copy, hello)))
         command = wire.next()
         if command is None:
             return 0
@@ -191,6 +192,20 @@ def _open(path: str, hello: Hello) -> Copy | None:
     return copy
 
 
+def _state(path: str, copy: Copy | None, hello: Hello) -> State:
+    """What there is, for who feeds it or only wants to fetch it."""
+    if copy is None:
+        return EMPTY_STATE
+    state = copy.state(check=any(hello.store_id))
+    if state.is_damaged:
+        logger.warning(
+            "something in the copy %s is missing or can't be read; it is made anew if its primary "
+            "has it all",
+            path,
+        )
+    return state
+
+
 def _look(path: str, hello: Hello) -> Copy | None:
     """The copy, to be read by one whose file may be damaged; it goes on being written by others."""
     check_is_file(path)
@@ -229,7 +244,7 @@ def _begin(path: str, hello: Hello, copy: Copy | None, command: bytes) -> Copy:
     if not any(hello.store_id):
         raise StreamError("it says neither whose stream it is nor what it wants")
     if anew:
-        if copy is not None and copy.state().role != COPY:
+        if copy is not None and read_role(copy.fd, copy.header)[0] != COPY:
             raise _RefusedError(
                 NOT_A_COPY,
                 f"{path} is not known to be a mere copy of this queue; it was not touched; move it "

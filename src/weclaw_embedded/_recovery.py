@@ -69,6 +69,7 @@ __all__ = [
     "Follow",
     "Recovery",
     "heal",
+    "is_whole",
     "last_checkpoint",
     "look_at_copy",
     "recover",
@@ -187,6 +188,21 @@ def look_at_copy(log: Segments) -> bool:
     end = words[TAIL] = words[COMMIT] = recovery.tail
     is_torn = recovery.cut is not None or recovery.is_end_damaged
     return is_torn or (end - 1) >> log.bits < words[LAST]
+
+
+def is_whole(log: Segments, end: int, n: int) -> bool:
+    """Whether no segment is missing in a log, and all can be read of its last `n` bytes before
+    `end`. Raises LookupError when it was freed meanwhile.
+    """
+    kept = log.segments()
+    if not kept or kept[-1] - kept[0] + 1 != len(kept):
+        return not kept
+    bad: list[int] = []
+    start = max(kept[0], (end - n) >> log.bits) << log.bits
+    for _ in stretches(log, start, end, on_damage=lambda offset, _: bad.append(offset)):
+        if bad:
+            break
+    return not bad
 
 
 def _begins_a_frame(log: Segments, segment: int) -> bool:

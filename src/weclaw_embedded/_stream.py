@@ -33,7 +33,12 @@ STATE, ACK, REFUSED, END = range(16, 20)
 BUSY, OTHER_STORE, HIGHER_EPOCH, DIVERGED, NOT_A_COPY, FAILED, OTHER_VERSION = range(1, 8)
 
 MAX_DATA: Final = 256 << 10
+SYNC_EVERY: Final = 8 << 20  # bytes sent between two confirmations while catching up
+UNSURE_BYTES: Final = SYNC_EVERY + MAX_DATA  # so much at its end a copy may have that is not synced
 MAX_MESSAGE: Final = MAX_DATA + 1024
+
+# What a STATE says of the copy beside numbers.
+ALIVE, DAMAGED = 1, 2
 
 _HEAD: Final = Struct("<II")
 _HELLO: Final = Struct("<8sI16sIQQ")
@@ -72,7 +77,7 @@ class State(NamedTuple):
     epoch: int
     created_us: int
     role: int  # as in the role record of the file
-    alive: int  # 1: another process has it open, as a queue or as its receiver
+    flags: int  # ALIVE, DAMAGED
     head: int  # first segment kept
     tail: int  # where it goes on
     last: int  # where its last frame begins
@@ -82,6 +87,16 @@ class State(NamedTuple):
     @property
     def exists(self) -> bool:
         return any(self.store_id)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether another process has it open, as a queue or as its receiver."""
+        return bool(self.flags & ALIVE)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a segment is missing in it, or something at its end can't be read."""
+        return bool(self.flags & DAMAGED)
 
 
 def message(number: int, kind: int, *pieces: bytes | memoryview) -> bytes:

@@ -67,7 +67,7 @@ def node_behind(command: Sequence[str], timeout: float = 5.0) -> Node:
     if not state.exists:
         raise FileNotFoundError(f"there is no file behind {describe(address)}")
     role = ROLE_NAMES[state.role]
-    return Node(describe(address), role, state.epoch, bool(state.alive), state.store_id.hex())
+    return Node(describe(address), role, state.epoch, state.is_alive, state.store_id.hex())
 
 
 def receive(path: str | os.PathLike[str], stdin: BinaryIO, stdout: BinaryIO) -> int:
