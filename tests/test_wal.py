@@ -91,7 +91,7 @@ def test_a_record_is_found_by_its_offset_alone(path: Path) -> None:
         several = log.append([(b"d",), (b"", b"ef"), (bytearray(b"g"), memoryview(b"h"))], 0, 6)
         log.write()
         assert [log.read(n) for n in one + several] == [b"abc", b"d", b"ef", b"gh"]
-        assert [log.time_of(n) for n in one + several] == [5, 6, 6, 6]
+        assert [log.read_with_time(n)[1] for n in one + several] == [5, 6, 6, 6]
         assert bodies(log) == [b"abc", b"d", b"ef", b"gh"]
         first, second = frames(log)
         assert (policy_of(first.flags), policy_of(second.flags)) == (SYNC, 0)
@@ -138,7 +138,7 @@ def test_frames_go_on_in_the_next_segments(path: Path, size: int) -> None:
         put(log, b"next")
         sync(log)
         assert [log.read(n) for n in offsets] == [b"before", body, b"after"]
-        assert log.time_of(offsets[1]) == 1000
+        assert log.read_with_time(offsets[1])[1] == 1000
         assert len(frames(log)) == 2
         assert log.verify() == []
     with opened(path) as (log, recovery):
@@ -204,7 +204,7 @@ def test_what_has_no_records_or_no_bytes_is_refused(path: Path) -> None:
 
 
 def test_frames_start_at_any_boundary(path: Path) -> None:
-    """frames() can begin at every frame, and next_boundary finds it from any offset before."""
+    """frames() can begin at every frame."""
     rng = random.Random(7)
     with opened(path) as (log, _):
         for _ in range(120):
@@ -213,10 +213,6 @@ def test_frames_start_at_any_boundary(path: Path) -> None:
         everything = frames(log)
         for i in range(0, len(everything), 7):
             assert list(log.frames(everything[i].offset, tail)) == everything[i:]
-            assert log.next_boundary(everything[i].offset) == everything[i].offset
-            if i:
-                assert log.next_boundary(everything[i - 1].offset + 1) == everything[i].offset
-        assert log.next_boundary(everything[-1].offset + 1) == tail
         assert list(log.frames(log.head_offset, everything[9].end, check=False)) == everything[:10]
         assert log.last_frame[0] == everything[-1].offset
         assert log.ends_with(tail, *log.last_frame)
@@ -566,8 +562,7 @@ def test_reading_goes_on_in_threads_while_others_write_and_free(path: Path) -> N
                 while not done.is_set():
                     offset = rng.choice(list(written))
                     try:
-                        assert log.read(offset) == written[offset]
-                        assert log.time_of(offset) == 1000
+                        assert log.read_with_time(offset) == (written[offset], 1000)
                     except LookupError:
                         assert offset < log.head_offset
             except Exception as error:  # noqa: BLE001  reported by the main thread

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weclaw_embedded import _files
-from weclaw_embedded.wal import TAIL, Frame, Log, LogState, Recovery, read_file_header
+from weclaw_embedded.wal import COMMIT, TAIL, Frame, Log, LogState, Recovery, read_file_header
 
 SEGMENT = 64 << 10
 STORE_ID = bytes(range(16))
@@ -50,7 +50,7 @@ def sync(log: Log) -> None:
     """Sync, and raise the commit point as the layer above does."""
     tail = log.state.words[TAIL]
     log.sync()
-    log.state.words[1] = max(log.state.words[1], tail)
+    log.state.words[COMMIT] = max(log.state.words[COMMIT], tail)
 
 
 def settle(log: Log) -> None:

@@ -24,6 +24,7 @@ from ._session import Session
 from ._shared import SETTLED
 from ._wake import Waiter
 from .errors import CorruptError, DeadLetterError, Empty, OffsetTrimmedError
+from .wal import TAIL
 
 if TYPE_CHECKING:
     from ._index import Row
@@ -151,7 +152,7 @@ class Asking(Handle):
             if group is None:
                 return []
             return [
-                (offset, self._place(session, offset), session.tx.row(group.gid, offset))
+                (offset, _delivery.place(session, offset), session.tx.row(group.gid, offset))
                 for offset in session.tx.peek(group, n, session.now_us)
             ]
 
@@ -279,7 +280,7 @@ class Asking(Handle):
         batch: dict[int, _queries.Candidate] = {}  # by offset: one may have been carried twice
         log = engine.log
         begin = log.head_offset if start is None else log.boundary_before(start)
-        end = engine.page.words[0]
+        end = engine.page.words[TAIL]
         told = begin
         if seen is not None:
             seen(0, max(1, end - begin))

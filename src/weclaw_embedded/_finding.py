@@ -47,6 +47,7 @@ from .errors import CorruptError, DiskFullError
 
 __all__ = [
     "HEADER_HEALED",
+    "begins_with_part",
     "count_slots",
     "erase_header",
     "find_segments",
@@ -87,13 +88,7 @@ def find_segments(log: Segments) -> None:
             "no segment that is still needed can be found in the file: their slots are damaged or "
             "were cut off; nothing was touched; restore from a backup or promote the replica",
         )
-    chosen: dict[int, int] = {}
-    for slot, header in headers.items():
-        other = chosen.get(header.segment)
-        if header.segment >= head and (
-            other is None or _rank(log, headers, slot) > _rank(log, headers, other)
-        ):
-            chosen[header.segment] = slot
+    chosen = _chosen(log, headers, head)
     # Salts are drawn anew: who has begun a segment twice has not given it the same.
     log.is_overwritten |= len(chosen) < len(headers) and any(
         slot != (other := chosen.get(one.segment)) and other is not None and headers[other] == one
@@ -222,6 +217,18 @@ def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:
     return headers
 
 
+def _chosen(log: Segments, headers: dict[int, SlotHeader], head: int) -> dict[int, int]:
+    """The slot of each segment from the head on, where several claim one the best of them."""
+    chosen: dict[int, int] = {}
+    for slot, header in headers.items():
+        other = chosen.get(header.segment)
+        if header.segment >= head and (
+            other is None or _rank(log, headers, slot) > _rank(log, headers, other)
+        ):
+            chosen[header.segment] = slot
+    return chosen
+
+
 def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[bool, int, bool, int]:
     """Which of two slots with the same segment is the real one: the greater."""
     header = headers[slot]
@@ -233,10 +240,16 @@ def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[boo
     data = _files.read_at(
         log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
     )
-    crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
-    part = data[4 : PART_BYTES + length]
-    begins = length > 0 and part_checksum(part, header.salt, begin) == crc
+    begins = begins_with_part(data, header.salt, begin)
     return begins, header.epoch, linked, header.created_us
+
+
+def begins_with_part(data: bytes, salt: int, offset: int) -> bool:
+    """Whether these bytes, which would stand at `offset`, begin with a valid part of that life."""
+    crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
+    if not 0 < length <= len(data) - PART_BYTES:
+        return False
+    return bool(part_checksum(data[4 : PART_BYTES + length], salt, offset) == crc)
 
 
 def erase_header(log: Segments, slot: int) -> None:

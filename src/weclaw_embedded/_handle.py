@@ -198,9 +198,6 @@ class Handle:
         topic = session.tx.topic(self.topic)
         return None if topic is None else _delivery.find(session, topic.tid, id)
 
-    def _place(self, session: Session, offset: int) -> tuple[int, int]:
-        return _delivery.place(session, offset)
-
     def _read(self, offset: int, location: int, salt: int) -> Content | None:
         """The message itself; None when it is gone, or damaged, which sets it aside, or puts it off
         while a replica that may have it can't be asked.

@@ -239,10 +239,6 @@ class Index:
         """Have all of it on stable storage when this returns."""
         self.room.env.sync(True)
 
-    def readers_checked(self) -> int:
-        """Clear the slots of dead readers; return how many there were."""
-        return self.room.env.reader_check()
-
     def used_bytes(self) -> int:
         """Return what the index takes on disk, the reserve not counted."""
         return self.room.used_bytes()

@@ -17,6 +17,7 @@ from typing import Final
 
 from . import _clock, _delivery, _files, _records
 from ._engine import Engine
+from ._finding import begins_with_part
 from ._format import (
     ENVELOPE,
     ENVELOPE_BYTES,
@@ -266,11 +267,8 @@ def find_slot(log: Log, header: SlotHeader) -> int | None:
         data, _ = _files.read_around(
             log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
         )
-        crc, length, _, _ = PART.unpack_from(data.ljust(PART_BYTES, b"\0"))
-        if 0 < length <= len(data) - PART_BYTES:
-            part = data[4 : PART_BYTES + length]
-            if part_checksum(part, header.salt, begin) == crc:
-                return slot
+        if begins_with_part(data, header.salt, begin):
+            return slot
     return None
 
 

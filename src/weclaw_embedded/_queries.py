@@ -1,8 +1,9 @@
-"""Questions about messages and groups, answered under the write lock from the index.
+"""What is asked of messages and groups, and what steers them, under the write lock.
 
-Role: status, results, counts, peek, replay's choice. Each function is an operation for
-`Engine.execute`. None changes what a message is, except that what ended by itself (leases run out,
-deaths, expiries) is judged first, so that an answer is true at the moment it is given.
+Role: status, results and counts, answered from the index; cancel, purge, pause, replay and the end
+of a group, each a record or none. Each function is an operation for `Engine.execute`. What ended by
+itself (leases run out, deaths, expiries) is judged first, so that an answer is true at the moment
+it is given.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ._delivery import Address, place
 from ._index import GroupState
 from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD
 from ._session import SYNC, Session
-from ._shared import mask_of
+from ._shared import LEASES_SEQ, mask_of
 from ._wake import Waiter
 from .errors import CorruptError
 
@@ -282,6 +283,20 @@ def groups(session: Session) -> list[GroupInfo]:
             )
         )
     return sorted(found)
+
+
+def drop_group(session: Session, gid: int, policy: int) -> bool:
+    """Forget a group; what its consumers hold is lost to them. False if there is none."""
+    group = session.tx.group(gid)
+    if group is None:
+        return False
+    session.append([_records.pack_group_drop(gid)], policy)
+    session.must_sync |= policy >= SYNC
+    session.settled |= mask_of(group.tid)
+    engine = session.engine
+    engine.lose([lease for lease in engine.held if lease.gid == gid])
+    session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
+    return True
 
 
 class Candidate(NamedTuple):

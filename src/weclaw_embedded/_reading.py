@@ -331,10 +331,6 @@ class Reading(Segments):
             return None
         return max((place for place in bad if place <= offset), default=None)
 
-    def time_of(self, offset: int) -> int:
-        """The time (us) of the frame that the record at `offset` is in."""
-        return self.read_with_time(offset)[1]
-
     def salt(self, offset: int) -> int:
         """The salt of the segment that `offset` is in; where that has lost its headers, what the
         one behind it says, and 0 if that is lost too: nothing can be read there anyhow.
@@ -366,15 +362,6 @@ class Reading(Segments):
         through millions of records without making anything of each.
         """
         return stretches(self, start, end, on_damage=on_damage)
-
-    def next_boundary(self, offset: int) -> int:
-        """The first frame at or after `offset`; the tail when there is none."""
-        tail = self.state.words[TAIL]
-        segment = max(offset >> self.bits, self.state.words[HEAD])
-        for frame in walk(self, segment << self.bits, tail, check=False, on_damage=lambda *_: None):
-            if frame[0] >= offset:
-                return frame[0]
-        return tail
 
     def boundary_before(self, offset: int) -> int:
         """The beginning of a kept segment from which on every frame is met that holds or follows

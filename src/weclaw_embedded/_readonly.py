@@ -149,7 +149,6 @@ class ReadonlyEngine(Engine):
         self.token = 0
         self.forked = self.closed = False
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         # Where the log ended that is in the index; offset and checksum of its last frame.
         self._folded = (0, 0, 0)
         self._confirmed = 0  # as far as the page says, whether somebody lives or not

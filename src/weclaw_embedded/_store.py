@@ -31,8 +31,7 @@ from ._options import (
 )
 from ._queries import GroupInfo
 from ._restore import end_of, restore_damaged, restore_missing
-from ._session import POLICIES, SYNC, Session
-from ._shared import LEASES_SEQ, mask_of
+from ._session import POLICIES
 from .errors import ClosedError, CorruptError, NotAQueueError, StorageError
 from .queue import Queue
 
@@ -203,21 +202,7 @@ class Store:
         being freed. False if there is none. What its consumers hold is lost to them.
         """
         gid = _records.group_id(check_name("topic", topic), check_name("name", name))
-        policy = POLICIES[self._options.flush]
-
-        def drop(session: Session) -> bool:
-            group = session.tx.group(gid)
-            if group is None:
-                return False
-            session.append([_records.pack_group_drop(gid)], policy)
-            session.must_sync |= policy >= SYNC
-            session.settled |= mask_of(group.tid)
-            engine = session.engine
-            engine.lose([lease for lease in engine.held if lease.gid == gid])
-            session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
-            return True
-
-        return self._writable().execute(drop)
+        return self._writable().execute(_queries.drop_group, gid, POLICIES[self._options.flush])
 
     def _writable(self) -> Engine:
         engine = self._engine

@@ -49,7 +49,6 @@ _OFFSET: Final = Struct("<Q")
 _REFUSED: Final = Struct("<BQ")
 _END: Final = Struct("<QQ")
 _READ: Final = Struct("<QI")
-DATA_EXTRA: Final = _HEAD.size + 1 + _DATA.size
 
 
 class StreamError(WeclawError):

@@ -183,7 +183,7 @@ class DeadLetterQueue:
             if group is None:
                 return []
             rows = islice(session.tx.dead(group.gid, after), n)
-            return [(queue._place(session, row[0]), *row) for row in rows]
+            return [(_delivery.place(session, row[0]), *row) for row in rows]
 
         letters = []
         rows = queue._look(look)
