@@ -17,7 +17,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files
+from weclaw_embedded import _files, _waiting
 from weclaw_embedded._shared import READY, SETTLED, WAITERS
 from weclaw_embedded._wake import SETTLED_BYTE, Timer, Waiter, pipe_path
 from weclaw_embedded.wal import COMMIT, TAIL
@@ -176,6 +176,92 @@ def test_what_one_was_woken_for_who_does_not_come_goes_to_another(
             for n in range(4):
                 q.put(n)
                 assert other.hear() == n
+
+
+def put_and_sync_when_told(pipe, path):
+    """Put what is said; it is on stable storage when that is said, too."""
+    from weclaw_embedded.wal import Log
+
+    real = Log.sync
+
+    def sync(log):
+        pipe.send("written")
+        assert pipe.recv() == "sync"
+        real(log)
+
+    q = weclaw.Queue(path)
+    Log.sync = sync
+    pipe.send("open")
+    while True:
+        q.put(pipe.recv())
+        pipe.send("put")
+
+
+def get_one(path: Path, got: list[object]) -> None:
+    with weclaw.Queue(path) as q, q.get() as msg:
+        got.append(msg.body)
+
+
+def get_one_in_a_loop(path: Path, got: list[object]) -> None:
+    async def get() -> None:
+        async with weclaw.AsyncQueue(path) as q, await q.get() as msg:
+            got.append(msg.body)
+
+    asyncio.run(get())
+
+
+@pytest.mark.parametrize("get", [get_one, get_one_in_a_loop])
+def test_what_was_written_and_not_yet_synced_at_the_last_look_is_found(
+    path: Path, monkeypatch: pytest.MonkeyPatch, get
+) -> None:
+    """Also when another one was woken for it, who was stopped."""
+    # So late that who looks finds the sync done, and does not do it himself.
+    monkeypatch.setattr(_waiting, "DEATH_CHECK_S", 2.0)
+    got: list[object] = []
+    with weclaw.Queue(path) as q:
+        page, slot = q._store._engine.page, q._store._engine.slot
+        gone, producer = Child(consume, path), Child(put_and_sync_when_told, path)
+        with producer, waiting(q, gone):
+            gone.signal(signal.SIGSTOP)
+            assert producer.hear() == "open"
+            for body in ("first", "second"):  # for one of them the other one is woken
+                producer.say(body)
+                assert producer.hear() == "written"
+                thread = threading.Thread(target=get, args=(path, got), daemon=True)
+                thread.start()
+                eventually(lambda: page.waits(slot, READY))
+                producer.say("sync")
+                assert producer.hear() == "put"
+                thread.join(20)
+                assert got.pop() == body
+
+
+def consume_without_looking(pipe, path):
+    """Get and ack, and look for nothing by itself now and then."""
+    from weclaw_embedded import _waiting
+
+    _waiting.DEATH_CHECK_S = 3600.0
+    q = weclaw.Queue(path)
+    pipe.send("open")
+    while True:
+        with q.get() as msg:
+            pipe.send(msg.body)
+
+
+def test_what_a_turn_makes_visible_is_told_though_it_fails(path: Path) -> None:
+    """Its own sync had made durable what another process put."""
+    with weclaw.Queue(path, maxsize=1) as q:
+        q.put("mine")
+        msg = q.get()
+        child, producer = Child(consume_without_looking, path), Child(put_and_sync_when_told, path)
+        assert producer.hear() == "open"
+        with producer, waiting(q, child):
+            producer.say("theirs")
+            assert producer.hear() == "written"
+            msg.ack()
+            with pytest.raises(weclaw.Full):
+                q.put("no room", block=False)
+            assert child.hear() == "theirs"
 
 
 def test_who_waited_in_vain_is_woken_no_more(path: Path) -> None:

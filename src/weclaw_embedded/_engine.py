@@ -59,7 +59,7 @@ from ._shared import (
 from ._together import Together
 from ._upkeep import LOOKS, Upkeep
 from ._waiting import ALONE_CHECK_S, Waiting
-from ._wake import Timer, Waker
+from ._wake import READY_BYTE, Timer, Waker
 from ._watch import asker_of, watch_names
 from ._with_replica import WithReplica
 from .errors import (
@@ -257,8 +257,16 @@ class Engine(
                 finally:
                     # Also when the lock was not reached: releasing what is not held does nothing.
                     self._unlock_file()
-        except DiskFullError:
-            if session is None or not session.may_make_room or not self.make_room():
+        except BaseException as error:
+            if session is not None and session.woken:
+                # For what others put. They are marked no more, whatever became of this turn.
+                self.wake(session.woken, READY_BYTE)
+            if not (
+                isinstance(error, DiskFullError)
+                and session is not None
+                and session.may_make_room
+                and self.make_room()
+            ):
                 raise
             return self.turn(operation, *args)
         if session.tail >= self._look_at or not session.is_plain:

@@ -113,7 +113,7 @@ class Io(Turns):
         self._next_tick_s = 0.0
         self._answered = 0  # after the last sync
         self._moved = poll_of(engine._watch_fd)
-        self._seen_tail = -1  # how far the log was when it was looked for messages
+        self._seen = -1  # up to where messages were visible when all takes looked
 
     # -- coming in -----------------------------------------------------------------------------
 

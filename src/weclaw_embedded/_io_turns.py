@@ -82,7 +82,7 @@ class Turns:
     _count: int
     _next_tick_s: float
     _moved: select.poll | None
-    _seen_tail: int
+    _seen: int
     undo: Callable[[Sequence[Lease]], None]
     sync_soon: Callable[[int], None]
     _give_back: Callable[[Call], None]
@@ -112,7 +112,8 @@ class Turns:
             if wanted:
                 turn.add(Job(self._look, takes, wanted), takes)
         waker = self._engine.waker
-        if len(turn.takes) == len(self._takes):
+        looking = len(self._takes)
+        if len(turn.takes) == looking:
             waker.discard(self._ready)  # whoever finds nothing registers it again
         if turn.jobs:
             tail = self._execute(turn.jobs)
@@ -122,8 +123,8 @@ class Turns:
         self._answer(turn.answers)
         if turn.short:
             self._make_room(turn.short)
-        if turn.takes:
-            self._seen_tail = self._engine.page.words[TAIL]
+        if turn.takes and len(turn.takes) == looking:
+            self._seen = self._ready.seen
         if not self._takes and waker.has(self._ready):
             waker.discard(self._ready)
             self._engine.stop_waiting()
@@ -446,7 +447,7 @@ class Turns:
         if any(call.look_at_s is not None and call.look_at_s <= now_s for call in self._parked):
             self._look_settled = True
         words = engine.page.words
-        if words[TAIL] != self._seen_tail:
+        if engine.page.visible(words[TAIL]) != self._seen:
             self._look_ready = True  # somebody else was woken for that, who may be stopped
         if words[FAILED] or engine.closed or engine.dead_owners(everyone=True):
             self._look_ready = self._look_settled = True

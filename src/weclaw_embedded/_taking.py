@@ -91,6 +91,7 @@ def take(
         look_again_us = next_look(session, group)
     if waiter is not None:
         engine.waker.add(waiter)
+        waiter.seen = page.visible(session.log.pending_tail)
         page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
     taken = Taken([], dead)
     taken.look_again_us = look_again_us

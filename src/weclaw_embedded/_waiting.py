@@ -143,7 +143,10 @@ class Waiting:
             raise
 
     def _sleep(self, waiter: Waiter, until_s: float | None) -> None:
-        tail = self.page.words[TAIL]
+        page = self.page
+        # As it was when he looked: what came since, or is on stable storage only since then, may
+        # be what another one was woken for.
+        seen = page.visible(page.words[TAIL]) if waiter.seen < 0 else waiter.seen
         while True:
             now_s = time.monotonic()
             left_s = self.look_every_s
@@ -155,8 +158,8 @@ class Waiting:
                 return
             if self.dead_owners(everyone=True):
                 return
-            words = self.page.words
-            if words[TAIL] != tail:
+            words = page.words
+            if page.visible(words[TAIL]) != seen:
                 # Somebody else was woken for that. He may be stopped, and his lease may run out.
                 return
             if words[SYNC_HIGH] > words[COMMIT]:

@@ -50,6 +50,7 @@ class Waiter:
     """
 
     woken = False
+    seen = -1  # up to where messages were visible when it was registered by one who wants some
     callback: Callable[[], None] | None = None
     _lock: threading.Lock | None = None  # to sleep on; none before it is armed
 
