@@ -289,3 +289,19 @@ def test_the_readmes_table_names_every_module() -> None:
             named.update(covered)
     missing = set(modules()) - named - {"__init__", "_version"}
     assert not missing, f"README names no {sorted(missing)}"
+
+
+def test_the_design_names_every_thread() -> None:
+    """Its table of threads has each name that a thread is given, and no other."""
+    said = (README.parent / "docs" / "design.md").read_text("utf-8")
+    table = said.partition("\n| thread |")[2].partition("\n\n")[0]
+    told = {
+        re.split(r"[-_]\d", name)[0] for name in re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)
+    }
+    given = {
+        node.value.rstrip("-")
+        for name in modules()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"weclaw-[a-z-]+", str(node.value))
+    }
+    assert told == given - {"weclaw-replica"}  # a file, in memory, of what a receiver says

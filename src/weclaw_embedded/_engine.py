@@ -130,7 +130,7 @@ class Engine(
         self.closed = False
         self.waker = Waker(self.directory, self.slot, self.fd)
         self.timer = Timer("weclaw-timer")
-        # Apart from the timer, whose thread may be busy with a slow disk or a user's callback.
+        # Apart from the timer, whose thread may be busy with a slow disk.
         self.renewals = Timer("weclaw-renewals")
         self.io: Any = None  # what serves event loops, made by `_io` when first needed
         self.held: set[Any] = set()  # the leases of this process
