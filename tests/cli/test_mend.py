@@ -279,7 +279,6 @@ def test_repair_says_what_came_back(file: Path, js: Any, ctl: Any) -> None:
     with weclaw.Queue(file, replica=str(copy)) as q:
         for text in "abcd":
             q.put(text * 300)
-    damage(copy, b"d" * 300)
     damage(file, b"b" * 300)
     (found,) = js("repair", file, "--yes")
     assert (found["healed"], found["size_bytes"]) == (True, 0)
@@ -288,6 +287,7 @@ def test_repair_says_what_came_back(file: Path, js: Any, ctl: Any) -> None:
     assert status == 0
     assert "1 place healed from the replica: nothing is gone" in out
     assert "set aside" not in out
+    damage(copy, b"d" * 300)  # it was made anew, from a file that was whole
     damage(file, b"b" * 300)
     damage(file, b"d" * 300)
     sizes = {one["healed"]: one["size_bytes"] for one in js("repair", file, "--yes")}
