@@ -53,6 +53,14 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
         found = {"topic": topic, "group": group, **mine._asdict(), "consumers": holders}
         common.print_json({**found, "groups": groups})
         return
+    _show_places(shown, begun)
+    _show_file(file, mine)
+
+
+def _show_places(
+    shown: Sequence[tuple[common.Place, dict[str, Any]]], begun: set[tuple[str, str]]
+) -> None:
+    """The counts of each topic and group, and what is to be said of some."""
     fields = ("ready", "delayed", "leased", "dead", "settled")
     common.print_table(
         ["topic", "group", *((name, "right") for name in fields), ("oldest", "right")],
@@ -76,20 +84,20 @@ def stats(file: str, topic: str, group: str, as_json: bool, readonly: bool) -> N
             click.echo(f"{place} stands still: {found['ready']} ready, none in hand")
         if found["consumers"]:
             click.echo(f"{place}, in hand: {common.holders(found['consumers'])}")
+
+
+def _show_file(file: str, counts: weclaw.Stats) -> None:
+    """What is said of the file as a whole."""
     role = replica.node(file).role
     if role != "primary":
         told = {"copy": "a replica's copy", "fenced": "fenced: its copy was promoted over it"}
         click.echo(f"this file is {told.get(role, role)}; look only")
-    lag = mine.replica_lag
-    click.echo(
-        f"file {common.size(mine.file_bytes)}, reclaimable {common.size(mine.reclaimable_bytes)}, "
-        f"damaged {mine.damaged}"
-        + (
-            ""
-            if lag is None
-            else f", replica {'level' if lag == 0 else f'{common.size(lag)} behind'}"
-        )
-    )
+    size, reclaimable = common.size(counts.file_bytes), common.size(counts.reclaimable_bytes)
+    said = f"file {size}, reclaimable {reclaimable}, damaged {counts.damaged}"
+    lag = counts.replica_lag
+    if lag is not None:
+        said += f", replica {'level' if lag == 0 else f'{common.size(lag)} behind'}"
+    click.echo(said)
 
 
 def _counted(store: weclaw.Store, place: common.Place) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def put(
     if not text:
         _must_be_no_files(bodies)
 
+    terms = {"priority": priority, "delay": delay, "ttl": ttl}
     total = 0
     fault: str | None = None
     queue: weclaw.Queue | None = None
@@ -83,19 +84,8 @@ def put(
             common.must_have_folder(file)
         with common.progress_bar("put", None) as update, _told_when_interrupted(lambda: total):
             for batch, fault in _batches(bodies, source, form, text=text):
-                messages = []
-                for line, body in batch:
-                    try:
-                        key = _field(body, key_field, "key")
-                        own_id = _field(body, id_field, "id")
-                        messages.append(
-                            weclaw.Put(
-                                body, id=own_id, key=key, priority=priority, delay=delay, ttl=ttl
-                            )
-                        )
-                    except ValueError as error:
-                        fault = f"line {line}: {error}"
-                        break
+                messages, unnamed = _messages(batch, key_field, id_field, terms)
+                fault = unnamed or fault
                 ids: list[str] = []
                 if messages and queue is None and (refused := _unfit(*batch[0])) is not None:
                     fault = refused
@@ -132,6 +122,21 @@ def _told_when_interrupted(total: Callable[[], int]) -> Iterator[None]:
             "input can be put again, and nothing is there twice"
         )
         raise
+
+
+def _messages(
+    batch: list[tuple[int, Any]], key_field: str | None, id_field: str | None, terms: dict[str, Any]
+) -> tuple[list[weclaw.Put], str | None]:
+    """What is to be put for these (line, body); up to the first without its key or id, and why."""
+    messages: list[weclaw.Put] = []
+    for line, body in batch:
+        try:
+            key = _field(body, key_field, "key")
+            id = _field(body, id_field, "id")
+        except ValueError as error:
+            return messages, f"line {line}: {error}"
+        messages.append(weclaw.Put(body, id=id, key=key, **terms))
+    return messages, None
 
 
 def _unfit(line: int, body: Any) -> str | None:

@@ -98,12 +98,7 @@ def watch(
             known_end = -1
             first = skip_existing and memory.is_new
             while not stop.asked():
-                queues = [
-                    common.queue_of(store, place.topic, place.group)
-                    for place in common.places(store, topic, group)
-                ]
-                for queue in queues:
-                    len(queue.dlq)  # leases that ran out are judged when somebody looks
+                queues = _queues(store, topic, group)
                 # While nothing is written, nothing has died.
                 end = _survey.end(store)
                 new = end != known_end
@@ -123,11 +118,7 @@ def watch(
                     memory.ended(death, attempt if status else 0, pause_s)
                     if status:
                         failed += 1
-                        then = "by the next --once" if once else f"in {common.age(pause_s)}"
-                        common.say(
-                            f"weclawctl: the command ended with {status} for {common.plain(id)}, "
-                            f"attempt {attempt}; it is called again {then}"
-                        )
+                        _tell_failed(status, id, attempt, None if once else pause_s)
                 else:
                     if new:
                         memory.forget_all_but([death for _, death in deaths])
@@ -139,6 +130,23 @@ def watch(
         stop.end()
         memory.close()
     return 1 if once and failed else 0
+
+
+def _queues(store: weclaw.Store, topic: str | None, group: str | None) -> list[weclaw.Queue]:
+    """Those that are watched. Leases that ran out are judged when somebody looks: now."""
+    places = common.places(store, topic, group)
+    queues = [common.queue_of(store, place.topic, place.group) for place in places]
+    for queue in queues:
+        len(queue.dlq)
+    return queues
+
+
+def _tell_failed(status: int, id: str, attempt: int, pause_s: float | None) -> None:
+    then = "by the next --once" if pause_s is None else f"in {common.age(pause_s)}"
+    common.say(
+        f"weclawctl: the command ended with {status} for {common.plain(id)}, "
+        f"attempt {attempt}; it is called again {then}"
+    )
 
 
 def _tell_unfinished(store: weclaw.Store, death: Death) -> None:
