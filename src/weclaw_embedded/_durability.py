@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import _files
 from ._options import StoreOptions
@@ -33,14 +33,21 @@ from ._shared import (
     UNSEEN,
     SharedPage,
 )
-from ._wake import FEED_BYTE, READY_BYTE, Timer, Waker
+from ._wake import FEED_BYTE, READY_BYTE, SYNCED_BYTE, Timer, Waiter, Waker
 from .errors import ClosedError, StoreFailedError
 from .wal import COMMIT, TAIL, Log
+
+if TYPE_CHECKING:
+    from ._session import Session
 
 logger = logging.getLogger("weclaw_embedded")
 
 # How long a frame waits for its sync before one who was only passing by does it.
 _LEFT_S: Final = 0.05
+# How long what settles waits for another process's sync before it does its own.
+_SHARED_S: Final = 0.002
+# When none has come in that time, so much of the log is written before one is waited for again.
+_SHARE_PAUSE_BYTES: Final = 4 << 10
 
 
 _MOVED: Final = {
@@ -78,6 +85,7 @@ class Durability:
     # than it has published.
     synced: int
     is_late: bool
+    _share_from: int  # nobody is waited for before the log's tail is there
     puts_to: int  # where the last frame of this process with puts that were promised a sync ends
     _identity: tuple[int, ...]
     _watch_fd: int
@@ -167,6 +175,7 @@ class Durability:
         if self.replication is not None:
             self.replication.send(target)
         pokes: Sequence[int] = ()
+        shared: Sequence[int] = ()
         with self._lock:
             if self.closed:
                 # The descriptors may be somebody else's by now. Whoever closed has synced, too.
@@ -184,13 +193,17 @@ class Durability:
                 self._lock_file()
                 if words[FAILED]:
                     raise self._failed()
-                if words[COMMIT] < target:
+                before = words[COMMIT]
+                if before < target:
                     words[COMMIT] = target
+                    shared = self.page.take_sharing(before)
                     if words[UNSEEN]:
                         pokes = self.page.take_seen()
                 feeder = words[FEEDER_SLEEPS]
             finally:
                 self._unlock_file()
+        if shared:
+            self.wake(shared, SYNCED_BYTE)
         if pokes:
             self.wake(pokes, READY_BYTE)
         # Where whoever waits for the replica leads the round himself, nobody else is woken for it.
@@ -198,16 +211,58 @@ class Durability:
             words[FEEDER_SLEEPS] = 0
             self.waker.poke([FEED_PIPE], FEED_BYTE)
 
-    def publish(self) -> list[int]:
-        """Raise the commit point to what this process has synced and not published; slots to be
-        woken for what is visible by that. The caller holds the write lock.
+    def publish(self, session: Session) -> None:
+        """Raise the commit point to what this process has synced and not published, in a turn that
+        then wakes who waits for that. The caller holds the write lock.
         """
         self.is_late = False
         words = self.page.words
-        if words[COMMIT] >= self.synced:
-            return []
+        before = words[COMMIT]
+        if before >= self.synced:
+            return
         words[COMMIT] = self.synced
-        return self.page.take_seen()
+        session.woken = self.page.take_seen()
+        shared = self.page.take_sharing(before)
+        if shared:
+            session.pokes = [(SYNCED_BYTE, shared)]
+            session.is_plain = False
+
+    def share_sync(self, until: int) -> bool:
+        """Whether to wait for another process that is at a sync, and by all appearances will soon
+        be at the next one: two at once take about twice as long. The caller holds the write lock.
+        """
+        words = self.page.words
+        if (
+            self.puts_to > words[COMMIT]  # it is this process that is at it
+            or until < self._share_from
+            or words[REPLICATION]
+            or not self.waker.is_open
+        ):
+            return False
+        self.page.share_sync(self.slot, until)
+        return True
+
+    def await_anothers(self, until: int) -> None:
+        """Wait a moment for what `share_sync` has counted on. Whether it has come is for `durable`
+        to see.
+        """
+        words = self.page.words
+        until_s = time.monotonic() + _SHARED_S
+        is_awake = True
+        while is_awake:
+            waiter = Waiter(SYNCED_BYTE)
+            try:
+                with self._lock:
+                    if self.closed:
+                        return
+                    self.waker.add(waiter)
+                # The poke may have come before; or it is one for what was given up earlier.
+                if words[COMMIT] >= until:
+                    return
+                is_awake = self.waker.wait(waiter, until_s - time.monotonic())
+            finally:
+                self.waker.discard(waiter)
+        self._share_from = words[TAIL] + _SHARE_PAUSE_BYTES
 
     def sync_file(self) -> None:
         """fdatasync, and nothing else. Raises StoreFailedError, and then every process stops."""

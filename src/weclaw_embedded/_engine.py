@@ -148,7 +148,7 @@ class Engine(
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
         self._failure: str | None = None
         self.failed_quietly = False
-        self.synced = self.puts_to = 0
+        self.synced = self.puts_to = self._share_from = 0
         self.is_late = False
         self._identity = _disk.identity(self.fd)[:2]
         self._watch_fd = watch_names(
@@ -242,7 +242,7 @@ class Engine(
                     else:
                         session = Session(self)
                     if self.is_late:
-                        session.woken = self.publish()
+                        self.publish(session)
                     result = operation(session, *args)
                     session.finish()
                     waiters = words[WAITERS]
@@ -274,6 +274,8 @@ class Engine(
         if session.settled and not self._upkeep_due:
             self._upkeep_soon()
         if session.must_sync:
+            if session.shares_sync:
+                self.await_anothers(session.tail)
             self.durable(session.tail)
             if session.replicated:
                 session.confirm(session.tail, session.take_puts())

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import _clock
 from ._index import IndexFullError, Tx
-from ._shared import OPTIONS_SEQ
+from ._shared import OPTIONS_SEQ, SYNC_HIGH
 from .errors import DiskFullError, Full
-from .wal import TAIL, WRITING
+from .wal import COMMIT, TAIL, WRITING
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -53,6 +53,7 @@ class Session:
     settled = 0  # topics whose putters, joiners and result waiters may
     pokes: Sequence[tuple[bytes, Sequence[int]]] = ()  # kinds and slots of all who are woken
     must_sync = False
+    shares_sync = False  # another process is at one, and may do the next, too
     may_make_room = True  # where the disk is full
     is_plain = True  # nothing but what each turn does is to be done after it
     is_long = False  # the disk is to begin with it at once; then not `is_plain`
@@ -236,6 +237,8 @@ class Session:
                 raise self.engine.fail(f"writing failed: {error}") from error
             if put_to:
                 self.woken = [*self.woken, *self.page.note_puts(put_to, self.put_n)]
+            elif self.must_sync and self.page.words[SYNC_HIGH] > self.page.words[COMMIT]:
+                self.shares_sync = self.engine.share_sync(self.tail)
         tx = self._tx
         if self.is_special:
             self._finish_special(appended)

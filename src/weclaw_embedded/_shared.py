@@ -65,6 +65,7 @@ LEASES_SEQ = 49  # changes whenever leases of living processes were taken away
 INDEX_SEQ = 50  # changes before each commit of the index
 OWNERS_SEQ = 51  # changes whenever a slot gets or loses its owner
 INDEX_SYNCED = 52  # 1 when the index was on stable storage as it was found; commits come after it
+SYNC_WAIT_HIGH = 53  # the highest offset for which an owner waits for another one's sync
 # Why nothing is promised any more.
 DISK_FAILED, FILE_MOVED, SCRATCH_MOVED = 1, 2, 3
 WORDS_BYTES: Final = 4096
@@ -83,7 +84,8 @@ PIN_BYTES: Final = 512 << 20
 
 # Locked, shared, by each process that works with the page; far past its end.
 _IN_USE: Final = 1 << 62
-_OWNER_WORDS: Final = 8  # token, ready mask, settled mask, pinned segment + 1, replica, group
+# Token, ready mask, settled mask, pinned segment + 1, replica, group, another's sync.
+_OWNER_WORDS: Final = 8
 # As many puts as there may be waiters.
 EVERYBODY: Final = 1 << 32
 _OWNERS_BYTES: Final = MAX_OWNERS * _OWNER_WORDS * 8
@@ -92,7 +94,7 @@ _MAGIC_WORD: Final = int.from_bytes(b"wqpage" + PAGE_VERSION.to_bytes(2, "little
 _MASK64: Final = (1 << 64) - 1
 
 FOR_SETTLED: Final = 1 << 32  # in WAITERS, each that waits for messages counting 1
-TOKEN, READY, SETTLED, PINNED, AWAITED, GROUP = range(6)
+TOKEN, READY, SETTLED, PINNED, AWAITED, GROUP, SHARED = range(7)
 
 
 class SharedPage(LogState):
@@ -292,6 +294,27 @@ class SharedPage(LogState):
             words[UNSEEN] = words[UNSEEN_PUTS] = 0
         return self.take_getters(mask, n) if words[WAITERS] else []
 
+    def share_sync(self, slot: int, until: int) -> None:
+        """Note that the owner of `slot` waits for another one's sync of everything below `until`.
+        The caller holds the write lock.
+        """
+        words = self.words
+        words[self._owners_at + slot * _OWNER_WORDS + SHARED] = until
+        words[SYNC_WAIT_HIGH] = until
+
+    def take_sharing(self, before: int) -> list[int]:
+        """Owners for whom this sync was made, too, the commit point having been `before`; they are
+        no longer marked. The caller holds the write lock.
+        """
+        words = self.words
+        if words[SYNC_WAIT_HIGH] <= before:
+            return []
+        commit = words[COMMIT]
+        found = [slot for slot, until in enumerate(self._of_each(SHARED)) if 0 < until <= commit]
+        for slot in found:
+            words[self._owners_at + slot * _OWNER_WORDS + SHARED] = 0
+        return found
+
     # -- the replica -----------------------------------------------------------------------------
 
     def promise_replica(self, start: int, end: int) -> None:
@@ -389,7 +412,7 @@ class SharedPage(LogState):
         for kind in (READY, SETTLED):
             if words[at + kind]:
                 self.wait_no_more(slot, kind)
-        words[at + PINNED] = words[at + AWAITED] = 0
+        words[at + PINNED] = words[at + AWAITED] = words[at + SHARED] = 0
         words[at] = token
         words[OWNERS_SEQ] += 1
         if token and slot >= words[OWNERS_HIGH]:

@@ -62,7 +62,7 @@ class Waiting:
 
     def _take_pokes(self, session: Session) -> None:
         """Note whom to wake when the lock is given back."""
-        pokes: list[tuple[bytes, Sequence[int]]] = []
+        pokes = [*session.pokes]
         if session.woken:
             pokes.append((READY_BYTE, session.woken))
         if session.ready:

@@ -38,6 +38,7 @@ READY_BYTE: Final = b"r"
 SETTLED_BYTE: Final = b"s"
 REPLICATED_BYTE: Final = b"p"
 FEED_BYTE: Final = b"f"
+SYNCED_BYTE: Final = b"y"
 _NUDGE_BYTE: Final = b"n"
 _NO_BYTE: Final = b"-"  # that nobody sends
 _LONG_S: Final = 3600.0
@@ -152,6 +153,11 @@ class Waker:
     def has(self, waiter: Waiter) -> bool:
         """Whether it is registered."""
         return waiter in self._waiters
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody in this process has waited before, so that there is a pipe."""
+        return self._fd >= 0
 
     def has_any(self, kind: bytes) -> bool:
         """Whether somebody in this process waits for this."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import threading
 
+import pytest
 from tests.helpers.processes import Child
-from tests.helpers.queues import drain
+from tests.helpers.queues import drain, eventually
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _durability, _files
 
 
 def put_300(pipe, path, name):
@@ -209,3 +211,82 @@ def test_case_24_many_children_of_one_parent(path):
         child.end()
     assert codes == [0] * 8
     assert stats == (1 + 160 + 1 - 8, 0, 0, 0, 8)
+
+
+def put_with_held_syncs(pipe, path):
+    from weclaw_embedded import _files
+
+    q = weclaw.Queue(path)
+    q.put("first")
+    sync = _files.sync_data
+
+    def held(fd):
+        pipe.send("syncing")
+        pipe.recv()
+        sync(fd)
+
+    _files.sync_data = held
+    q.put("second")
+    q.put("third")
+    _files.sync_data = sync
+    pipe.send("done")
+    q.close()
+
+
+@pytest.fixture
+def n_syncs(monkeypatch):
+    """How many syncs this process makes; a list of one number."""
+    found = [0]
+    sync = _files.sync_data
+
+    def counted(fd):
+        found[0] += 1
+        sync(fd)
+
+    monkeypatch.setattr(_files, "sync_data", counted)
+    return found
+
+
+def test_an_ack_is_answered_by_the_next_sync_of_another_process(
+    path, open_queue, monkeypatch, n_syncs
+):
+    """Not by the one that is under way when it is written, which may not have it; and it makes none
+    of its own.
+    """
+    q = open_queue()
+    with pytest.raises(weclaw.Empty):
+        q.get(timeout=0.01)  # so that there is a pipe to be woken by
+    with Child(put_with_held_syncs, path) as child:
+        assert child.hear() == "syncing"
+        msg = q.get()
+        monkeypatch.setattr(_durability, "_SHARED_S", 60.0)
+        n_syncs[0] = 0
+        acking = threading.Thread(target=msg.ack)
+        acking.start()
+        assert eventually(lambda: q.status(msg.id) == "done")
+        child.say("go on")
+        assert child.hear() == "syncing"
+        assert acking.is_alive()
+        child.say("go on")
+        assert child.hear() == "done"
+        acking.join(60.0)
+        assert not acking.is_alive()
+        assert n_syncs == [0]
+        child.end()
+    assert drain(q) == ["second", "third"]
+
+
+def test_an_ack_waits_for_no_sync_of_another_process_that_does_not_come(path, open_queue, n_syncs):
+    """It makes its own, and so does the next one, while the other process hangs in its sync."""
+    q = open_queue()
+    q.put_many(["a", "b"])
+    with pytest.raises(weclaw.Empty):
+        open_queue(topic="another").get(timeout=0.01)
+    with Child(put_with_held_syncs, path) as child:
+        assert child.hear() == "syncing"
+        n_syncs[0] = 0
+        for n in (1, 2):
+            q.get().ack()
+            assert n_syncs == [n]
+        child.kill()
+    assert drain(q)[0] == "first"
