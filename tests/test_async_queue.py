@@ -347,6 +347,9 @@ def test_puts_of_all_kinds_that_share_a_turn_get_their_own_ids(path):
             assert (type(bc), type(d)) == (list, list)
             got = {msg.id: msg.body for msg in await q.get_many(10)}
             assert [got[id] for id in (a, *bc, *d, e, f)] == list("abcdef")
+            gh, i = await asyncio.gather(q.put_many(["g", "h"]), q.put_many(["i"]))
+            got = {msg.id: msg.body for msg in await q.get_many(10)}
+            assert [got[id] for id in (*gh, *i)] == list("ghi")
 
     run(main())
 

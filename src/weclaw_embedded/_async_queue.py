@@ -29,7 +29,7 @@ from ._delivery import Lease, Taken
 from ._engine import Engine
 from ._handle import check_text, deadline_of
 from ._io import Io, io_of
-from ._io_calls import Op, PutCall, TakeCall, closed_error, pending_until
+from ._io_calls import Op, PutCall, PutManyCall, TakeCall, closed_error, pending_until
 from ._options import UNSET, Unset, check_count
 from ._pool import in_pool
 from ._queries import Outcome, Stats
@@ -162,19 +162,18 @@ class AsyncQueue:
         `Queue.put` for the arguments and what is raised.
         """
         queue = self._queue
-        message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
+        data, terms = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
         until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         engine = queue._writable()
-        n_bytes = len(message[0][0])
         limit = engine.option("max_message_bytes")
-        if n_bytes > limit:
-            _putting.check_size([message], limit)
+        if len(data) > limit:
+            _putting.check_size([([data], terms)], limit)
         # The same as `Io.loop` and `Io.wait`, written out: the way of most puts.
         io: Io = engine.io or io_of(engine)
         thread, loop = io.woken
         if thread != get_ident():
             loop = asyncio.get_running_loop()
-        call = PutCall(loop, queue, [message], n_bytes, until_s, id is None)
+        call = PutCall(loop, queue, data, terms, until_s)
         io.submit(call)
         try:
             ids: Sequence[str] = await call
@@ -206,15 +205,7 @@ class AsyncQueue:
         engine = queue._writable()
         n_bytes = _putting.check_size(messages, engine.option("max_message_bytes"))
         io = io_of(engine)
-        call = PutCall(
-            io.loop(),
-            queue,
-            messages,
-            n_bytes,
-            deadline_of(block, timeout),
-            all(terms.id is None for _, terms in messages),
-        )
-        call.n = sum(len(bodies) for bodies, _ in messages)
+        call = PutManyCall(io.loop(), queue, messages, n_bytes, deadline_of(block, timeout))
         return [*await io.wait(call)]
 
     async def cancel(self, id: str) -> bool:

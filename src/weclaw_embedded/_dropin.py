@@ -30,7 +30,7 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
-from ._delivery import Encoded, Lease, Taken
+from ._delivery import Lease, Taken, Terms
 from ._engine import Engine
 from ._io_calls import closed_error
 from ._message import Message
@@ -148,16 +148,18 @@ class Core:
 
     # -- put and take, under the write lock ------------------------------------------------------
 
-    def encode(self, item: Any) -> Encoded:
-        message = self.queue._encode(item)
-        _putting.check_size([message], self.writable.option("max_message_bytes"))
-        return message
+    def encode(self, item: Any) -> tuple[bytes, Terms]:
+        data, terms = self.queue._encode(item)
+        limit = self.writable.option("max_message_bytes")
+        if len(data) > limit:
+            _putting.check_size([([data], terms)], limit)
+        return data, terms
 
     def put(
         self,
         session: Session,
         waiter: Waiter | None,
-        message: Encoded,
+        message: tuple[bytes, Terms],
         item: Any,
         policy: int,
         limit: int,
@@ -168,8 +170,10 @@ class Core:
         if self.order is not None:
             self.order.check(item)
         queue = self.queue
+        data, terms = message
         return _putting.put(
-            session, queue._address, [message], policy, limit, waiter, queue._remember_dead
+            *(session, queue._address, [([data], terms)], policy, limit, waiter),
+            queue._remember_dead,
         )[0]
 
     def look(

@@ -382,9 +382,9 @@ class Io(Turns):
 
     def _answer(self, calls: Sequence[Call]) -> None:
         """One call into each loop."""
-        loops = {call.loop for call in calls}
+        loops = {call._loop for call in calls}
         for loop in loops:
-            some = calls if len(loops) == 1 else [call for call in calls if call.loop is loop]
+            some = calls if len(loops) == 1 else [call for call in calls if call._loop is loop]
             if loop is None:
                 for call in some:
                     if call.error is not None and not isinstance(call.error, ClosedError):

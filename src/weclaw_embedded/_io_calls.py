@@ -10,10 +10,11 @@ import copy
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextvars import Context, copy_context
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from . import _putting
-from ._delivery import Encoded, Lease, Taken
+from ._delivery import Encoded, Lease, Taken, Terms
 from ._engine import Engine
 from ._session import SYNC, Job, Session
 from ._wake import Waiter
@@ -70,54 +71,50 @@ class Source(Protocol):
 
 
 class Call:
-    """Something one task waits for. Most of what it may have is the same for most: the defaults
-    stand in the class, because making calls is half of what a put costs the loop.
+    """Something one task waits for. What few have stands in the class: making calls is half of what
+    a put costs the loop. What nearly all get is set when one is made: names that come when there
+    are many are kept for each of them.
 
     It is awaited itself. To its task it is a future, by the names that tasks know futures by; but
     when it is answered the task runs on at once, in the callback that answers the whole group, and
     not by a callback of its own in the next round of the loop.
     """
 
-    value: Any = None
-    error: BaseException | None = None
     leases: list[Lease] | None = None
     # Called with the value, when the task was cancelled meanwhile.
     unwanted: Callable[[Any], None] | None = None
-    cancelled = False
-    over = False  # answered, or given up in the I/O thread
     merges: Queue | None = None  # one with neighbours that put into the same
     n_bytes = 0  # to be written, about
     watched = False  # its end is noted
     # What a put has put, to be taken back if a replica does not confirm it in time.
     puts: list[int] | None = None
     since_s = 0.0  # when it began to wait for the replica
+    _ended_by: BaseException | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None, until_s: float | None) -> None:
-        self.loop = loop  # None: nobody awaits it
+        self._loop = loop  # None: nobody awaits it
         self.until_s = until_s  # None: for ever; 0.0: no waiting
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.over = False  # answered, or given up in the I/O thread
+        self.runs_on = False  # its task does, or will in the next round of the loop
+        self.wakeup: Callable[[Any], object] | None = None  # none while no task waits for it
 
-    # What a task asks of a future. On the loop.
+    # What a task asks of a future. On the loop. (It asks for `_loop`, too.)
 
-    _asyncio_future_blocking = False
-    runs_on = False  # its task does, or will in the next round of the loop
-    _ended_by: BaseException | None = None
-    wakeup: Callable[[Any], object] | None = None  # none while no task waits for it
+    _asyncio_future_blocking = True  # until the task has seen it
     context: Context
 
     def __await__(self) -> Generator[Any, None, Any]:
-        self._asyncio_future_blocking = True
         yield self
-        # A task has asked for the error by now. Who drives a coroutine by hand has not.
-        if self.error is not None:
+        if self.error is not None or self._ended_by is not None:
             self._raise()
         if not self.runs_on:
             raise RuntimeError(
                 "a coroutine of this queue was run on before what it awaits was done"
             )
         return self.value
-
-    def get_loop(self) -> asyncio.AbstractEventLoop | None:
-        return self.loop
 
     def add_done_callback(
         self, wakeup: Callable[[Any], object], *, context: Context | None = None
@@ -129,9 +126,7 @@ class Call:
             self.wake_soon()
 
     def result(self) -> None:
-        """Whether the task is to run on with an exception."""
-        if self.error is not None or self._ended_by is not None:
-            self._raise()
+        """Nothing to a task: where it awaits it is told the answer, also if it is an exception."""
 
     def _raise(self) -> None:
         error = self.error if self._ended_by is None else self._ended_by
@@ -160,10 +155,10 @@ class Call:
 
     def wake_soon(self) -> None:
         """Let the task run on, in the next round of the loop."""
-        assert self.loop is not None
+        assert self._loop is not None
         self.runs_on = True
         if self.wakeup is not None:
-            self.loop.call_soon(self.wakeup, self, context=self.context)
+            self._loop.call_soon(self.wakeup, self, context=self.context)
 
     @property
     def hurries(self) -> bool:
@@ -219,9 +214,7 @@ class Op(Call):
 
 
 class PutCall(Op):
-    """A put: several that have no condition of their own become one frame (`plain` says that no
-    message has an id).
-    """
+    """A put of one message: those that have no condition of their own become one frame."""
 
     queue: Queue
     n = 1  # how many messages
@@ -230,18 +223,35 @@ class PutCall(Op):
         self,
         loop: asyncio.AbstractEventLoop,
         queue: Queue,
-        messages: Sequence[Encoded],
-        n_bytes: int,
+        body: bytes,
+        terms: Terms | None,
         until_s: float | None,
-        plain: bool,
     ) -> None:
-        self.loop = loop
+        self._loop = loop
         self.until_s = until_s
-        self.queue = self.room = queue
-        self.messages = messages
-        self.n_bytes = n_bytes
-        if plain and queue.maxsize <= 0:
+        self.queue = queue
+        self.body = body
+        self.terms = terms
+        self.n_bytes = len(body)
+        if queue.maxsize <= 0 and (terms is None or terms.id is None):
             self.merges = queue
+        # As in `Call`.
+        self.value = None
+        self.error = None
+        self.cancelled = False
+        self.over = False
+        self.runs_on = False
+        self.wakeup = None
+
+    @property
+    def room(self) -> object:  # type: ignore[override]  # nobody sets it
+        return self.queue
+
+    @property
+    def messages(self) -> Sequence[Encoded]:
+        """What it puts."""
+        assert self.terms is not None, "of one message it is said what is to be said"
+        return [([self.body], self.terms)]
 
     @property
     def hurries(self) -> bool:
@@ -260,6 +270,42 @@ class PutCall(Op):
             waiter,
             queue._remember_dead,
         )
+
+
+class PutManyCall(PutCall):
+    """A put of several messages, all or none."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: Queue,
+        messages: Sequence[Encoded],
+        n_bytes: int,
+        until_s: float | None,
+    ) -> None:
+        super().__init__(loop, queue, b"", None, until_s)
+        self._messages = messages
+        self.n_bytes = n_bytes
+        self.n = sum(len(bodies) for bodies, _ in messages)
+        if any(terms.id is not None for _, terms in messages):
+            self.merges = None
+
+    @property
+    def messages(self) -> Sequence[Encoded]:
+        return self._messages
+
+
+_body_of = attrgetter("body")
+_terms_of = attrgetter("terms")
+
+
+def messages_of(puts: Sequence[PutCall]) -> Sequence[Encoded]:
+    """What several put; the same as one where the same is said of all, as nearly always."""
+    terms = [*map(_terms_of, puts)]
+    first = terms[0]
+    if first is not None and terms.count(first) == len(terms):
+        return [([*map(_body_of, puts)], first)]
+    return _putting.together([one for put in puts for one in put.messages])
 
 
 class TakeCall(Call):

@@ -43,6 +43,7 @@ from ._io_calls import (
     Turn,
     closed_error,
     copy_of,
+    messages_of,
 )
 from ._putting import NoBytes, NoRoom
 from ._session import BATCH, Job, Session
@@ -143,8 +144,7 @@ class Turns:
                 for call in alive:
                     self._take_one_in(turn, call)
             elif alive:
-                puts = cast("list[PutCall]", alive)
-                messages = _putting.together([one for call in puts for one in call.messages])
+                messages = messages_of(cast("list[PutCall]", alive))
                 put = Job(_putting.put, queue._address, messages, queue._policy, 0)
                 turn.add(put, alive)
 

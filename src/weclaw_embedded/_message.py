@@ -478,9 +478,9 @@ class Transaction:
         """
         self._open()
         queue = self._queue
-        message = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
-        self._puts.append((queue._address_of(topic), message))
-        return message[1].id
+        data, terms = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
+        self._puts.append((queue._address_of(topic), ([data], terms)))
+        return terms.id
 
     def _open(self) -> None:
         if self._over:

@@ -293,6 +293,7 @@ class Job:
     """One operation among several of a turn; see `_together`."""
 
     result: Any = None
+    answer: Callable[[], Any] | None = None  # makes the result, after the turn; see `Session`
     error: Exception | None = None
     must_sync = False
     puts: list[int] | None = None  # to be taken back if the replica does not confirm

@@ -188,7 +188,11 @@ class Together:
         return tail
 
     def _turn_of(self, jobs: Sequence[Job]) -> int:
-        return self.turn(_run, jobs).tail
+        tail = self.turn(_run, jobs).tail
+        for job in jobs:
+            if job.answer is not None:
+                job.result = job.answer()
+        return tail
 
 
 def _run(session: Session, jobs: Sequence[Job]) -> Session:
@@ -202,8 +206,7 @@ def _run(session: Session, jobs: Sequence[Job]) -> Session:
             raise  # its transaction is over, with what the others did in it
         except Exception as error:  # noqa: BLE001  each job's own, told to it
             job.error = error
-        if session.answer is not None:
-            job.result, session.answer = session.answer(), None
+        job.answer, session.answer = session.answer, None
         if session.imagined:
             session.forget_imagined()
         job.must_sync = session.must_sync

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from . import _dropin, _queries
 from ._async import write_now
 from ._async_queue import AsyncQueue
-from ._delivery import Encoded, Taken
+from ._delivery import Taken, Terms
 from ._dropin import LIFO, PRIORITY, Core, Item, StandIn
 from ._io import io_of
 from ._io_calls import PENDING, Call, Op, PutCall, TakeCall
@@ -104,7 +104,7 @@ class Queue(StandIn[T]):
         io = io_of(core.engine)
         loop = io.loop()
         if core.limit == 0 and core.order is None:
-            plain = PutCall(loop, core.queue, [message], len(message[0][0]), None, True)
+            plain = PutCall(loop, core.queue, *message, None)
             plain.unwanted = self._take_back
             await io.wait(plain)
             return
@@ -121,7 +121,7 @@ class Queue(StandIn[T]):
         self,
         session: Session,
         waiter: Waiter | None,
-        message: Encoded,
+        message: tuple[bytes, Terms],
         item: T,
         state: list[bool],
     ) -> list[str]:
@@ -316,12 +316,12 @@ def _answer_now(call: Call, answer: BaseException | None) -> None:
         running = asyncio.get_running_loop()
     except RuntimeError:
         running = None
-    assert call.loop is not None
-    if call.loop is running:
+    assert call._loop is not None
+    if call._loop is running:
         _set(call, answer)
         return
     try:
-        call.loop.call_soon_threadsafe(_set, call, answer)
+        call._loop.call_soon_threadsafe(_set, call, answer)
     except RuntimeError:
         pass  # its loop is closed: nobody waits
 

@@ -239,8 +239,8 @@ class Queue(Asking):
             SerializationError, MessageTooLargeError, Full, DiskFullError: nothing was written.
             StoreFailedError: in doubt; put again with the same `id` after opening again.
         """
-        message = self._encode(body, id, key, priority, delay, eta, ttl, headers)
-        return self._put([message], block, timeout)[0]
+        data, terms = self._encode(body, id, key, priority, delay, eta, ttl, headers)
+        return self._put([([data], terms)], block, timeout)[0]
 
     def put_nowait(self, body: Any, **options: Any) -> str:
         """`put` that raises `Full` instead of waiting for room."""
@@ -278,11 +278,11 @@ class Queue(Asking):
                     one.headers,
                 )
             else:
-                data, terms = [encode(one)], plain
+                data, terms = encode(one), plain
             if terms is before:
-                messages[-1][0].extend(data)
+                messages[-1][0].append(data)
             else:
-                messages.append((data, terms))
+                messages.append(([data], terms))
                 before = terms
         return messages
 
@@ -296,13 +296,13 @@ class Queue(Asking):
         eta: datetime | None = None,
         ttl: float | None = None,
         headers: Mapping[str, Any] | None = None,
-    ) -> tuple[list[bytes], Terms]:
+    ) -> tuple[bytes, Terms]:
         if isinstance(body, Put):  # pickle would take it, and what it says would not be done
             raise SerializationError(
                 "a Put is no body; nothing was put; give it to put_many in a list, or give put "
                 "its body and what else it says"
             )
-        data = [self._encode_body(body)]
+        data = self._encode_body(body)
         plain = self._terms
         if (
             (id is None and key is None and eta is None and ttl is None and headers is None)
