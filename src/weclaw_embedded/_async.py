@@ -125,8 +125,8 @@ def write_now(
     if job.must_sync:
         io_of(engine).sync_soon(tail)
         return result, tail
-    if queue._policy == BATCH:
-        engine.flush_later(queue._store._options, 1)
+    if queue._policy == BATCH and engine.flush_later(queue._store._options, 1):
+        io_of(engine).sync_soon(tail)
     return result, 0
 
 
@@ -179,8 +179,8 @@ async def commit(
         queue=queue,
     )
     ids: list[str] = await io_of(engine).wait(call)
-    if queue._policy == BATCH:
-        engine.flush_later(queue._store._options, len(puts))
+    if queue._policy == BATCH and engine.flush_later(queue._store._options, len(puts)):
+        await in_pool(queue.flush)
     return ids
 
 

@@ -91,7 +91,8 @@ class Durability:
     _watch_fd: int
     _has_moved: Callable[[int], object]
     flush_is_due: bool
-    _unsynced: int
+    _unsynced: int  # messages put with `batch`
+    _flush_to: int  # so far a sync of them was begun
     _settle_again_s: float
 
     def durable(self, until: int) -> None:
@@ -169,9 +170,10 @@ class Durability:
         leave that to the next turn if others wait for nothing of it.
         """
         words = self.page.words
+        n = self._unsynced  # before the tail is read: all that are counted stand below it
         target = words[TAIL]
-        self._unsynced = 0
         self.sync_file()
+        self._unsynced -= n
         if self.replication is not None:
             self.replication.send(target)
         pokes: Sequence[int] = ()
@@ -312,18 +314,28 @@ class Durability:
         self.durable(words[TAIL])
         return True
 
-    def flush_later(self, options: StoreOptions, n: int) -> None:
+    def flush_later(self, options: StoreOptions, n: int) -> int:
         """Promise of `batch`: what was written, `n` messages among it, is forced to disk after
         `flush_interval_ms` or `flush_messages` of the handle's options, whichever is first.
+
+        It is begun at half as many messages, so that nobody has to wait where the disk keeps up.
+        Where it does not, the offset up to which whoever has put the last of `flush_messages` waits
+        for it (`durable`) is returned; else 0.
         """
         self._unsynced += n
-        if self._unsynced >= options.flush_messages:
-            self._unsynced = 0
-            self.timer.call_at(0.0, self._flush_quietly)
-        elif not self.flush_is_due:
+        if n and 2 * self._unsynced >= options.flush_messages:
+            words = self.page.words
+            is_full = self._unsynced >= options.flush_messages
+            if self._flush_to <= max(words[COMMIT], self.synced):  # none is under way
+                self._flush_to = words[TAIL]
+                if not is_full:
+                    self.timer.call_at(0.0, self._flush_quietly)
+            return self._flush_to if is_full else 0
+        if not self.flush_is_due:
             self.flush_is_due = True
             due_s = time.monotonic() + options.flush_interval_ms / 1000
             self.timer.call_at(due_s, self._timed_flush)
+        return 0
 
     def _timed_flush(self) -> None:
         self.flush_is_due = False

@@ -157,6 +157,7 @@ class Engine(
         self._has_moved = asker_of(self._watch_fd)
         self.flush_is_due = False
         self._unsynced = 0
+        self._flush_to = 0
         # What this process wrote last, from one offset to another, and is not in the index yet.
         self._written: list[Appended] = []
         self._written_from = self._written_to = -1

@@ -357,14 +357,13 @@ class Takes:
 class Turn:
     """What one turn runs, and who is answered after it."""
 
-    __slots__ = ("answers", "blocked", "jobs", "owners", "puts", "short", "takes")
+    __slots__ = ("answers", "blocked", "jobs", "owners", "short", "takes")
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self.owners: list[list[Call] | Takes] = []
         self.takes: list[Takes] = []
         self.blocked: set[int] = set()  # ids of rooms that are full in this turn
-        self.puts: dict[Queue, int] = {}
         self.answers: list[Call] = []
         self.short: list[Op] = []  # to be tried again when room was made for them
 

@@ -236,8 +236,6 @@ class Turns:
                 self._after_take(turn, job, owner, tail)
             else:
                 self._after_op(turn, job, owner, to_sync)
-        for queue, n in turn.puts.items():
-            self._engine.flush_later(queue._store._options, n)
         if to_sync:
             with self._lock:
                 self._to_sync.extend(to_sync)
@@ -290,11 +288,12 @@ class Turns:
                 if call.cancelled:
                     self._give_back(call)
         first = calls[0]
+        must_sync = job.must_sync
         if error is None and isinstance(first, PutCall) and first.queue._policy == BATCH:
-            turn.puts[first.queue] = turn.puts.get(first.queue, 0) + len(result)
+            must_sync |= self._engine.flush_later(first.queue._store._options, len(result)) > 0
         for call in calls if job.puts is not None else ():
             call.puts = job.puts
-        (to_sync if job.must_sync and error is None else turn.answers).extend(calls)
+        (to_sync if must_sync and error is None else turn.answers).extend(calls)
 
     def _after_take(self, turn: Turn, job: Job, takes: Takes, tail: int) -> None:
         calls = takes.calls

@@ -162,10 +162,12 @@ class Queue(StandIn[T]):
             raise Full(str(job.error))
         if job.error is not None:
             raise job.error
-        if core.queue._policy >= SYNC or job.must_sync:
+        if (
+            core.queue._policy >= SYNC
+            or job.must_sync
+            or (core.queue._policy == BATCH and engine.flush_later(core.store._options, 1))
+        ):
             io_of(engine).sync_soon(tail)
-        elif core.queue._policy == BATCH:
-            engine.flush_later(core.store._options, 1)
 
     # -- get -------------------------------------------------------------------------------------
 

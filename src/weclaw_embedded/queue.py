@@ -353,8 +353,10 @@ class Queue(Asking):
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
-            if self._policy == BATCH:
-                engine.flush_later(self._store._options, len(ids))
+            if self._policy == BATCH and (
+                until := engine.flush_later(self._store._options, len(ids))
+            ):
+                engine.durable(until)
             return ids
 
     def _no_room(
@@ -587,8 +589,10 @@ class Queue(Asking):
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
-            if self._policy == BATCH:
-                engine.flush_later(self._store._options, len(puts))
+            if self._policy == BATCH and (
+                until := engine.flush_later(self._store._options, len(puts))
+            ):
+                engine.durable(until)
             return ids
 
     # -- the end -----------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ class Queue(StandIn[T]):
                     engine, error, until_s, waiter, may_reclaim
                 )
                 continue
-            if policy == BATCH:
-                core.engine.flush_later(core.store._options, 1)
+            if policy == BATCH and (until := engine.flush_later(core.store._options, 1)):
+                engine.durable(until)
             return
 
     def put_nowait(self, item: T) -> None:

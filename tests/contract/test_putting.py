@@ -818,6 +818,62 @@ def test_batch_is_synced_in_time_without_being_asked(path, open_queue):
     assert drain(other) == ["x"]
 
 
+@pytest.mark.parametrize("way", ["put", "put_many", "transaction", "threads", "aio", "aio tx"])
+def test_batch_leaves_fewer_unsynced_than_flush_messages(path, monkeypatch, way):
+    """Whoever has put the last of so many messages returns when the disk has kept up with them."""
+    under_way, let_go = threading.Event(), threading.Event()
+    sync = _files.sync_data
+
+    def held(fd):
+        under_way.set()
+        assert let_go.wait(60.0)
+        sync(fd)
+
+    how = {"flush": "batch", "flush_interval_ms": 600_000, "flush_messages": 6}
+    n_at_once = 4 if way == "put_many" else 1
+    returned = []
+
+    def put_all():
+        if way.startswith("aio"):
+            asyncio.run(put_in_a_loop())
+            return
+        q = threads.Queue(path=path, **how) if way == "threads" else weclaw.Queue(path, **how)
+        monkeypatch.setattr(_files, "sync_data", held)
+        for n in range(12):
+            if way == "put_many":
+                q.put_many([n] * n_at_once)
+            elif way == "transaction":
+                with q.transaction() as tx:
+                    tx.put(n)
+            else:
+                q.put(n)
+            returned.append(n)
+        q.close()
+
+    async def put_in_a_loop():
+        async with weclaw.AsyncQueue(path, **how) as q:
+            monkeypatch.setattr(_files, "sync_data", held)
+            for n in range(12):
+                if way == "aio":
+                    await q.put(n)
+                else:
+                    async with q.transaction() as tx:
+                        tx.put(n)
+                returned.append(n)
+
+    putting = threading.Thread(target=put_all)
+    putting.start()
+    try:
+        assert under_way.wait(60.0)
+        assert eventually(lambda: len(returned) * n_at_once >= 4)
+        time.sleep(0.2)  # to go on, if anybody would
+        assert len(returned) * n_at_once < 6
+    finally:
+        let_go.set()
+        putting.join(60.0)
+    assert len(returned) == 12
+
+
 def test_what_is_behind_anothers_unsynced_put_is_there_with_its_sync(open_queue, monkeypatch):
     """Where handles flush in different ways, a put that has returned may have to wait for another's
     sync: until then `get` says Empty or waits, and then gives all in order.
