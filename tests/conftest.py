@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -26,6 +27,12 @@ if importlib.util.find_spec("weclaw_embedded") is None:
 # A shell that starts a job in the background has it ignore Ctrl-C, and its children inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long one example takes says how busy the machine is, and nothing of what is tried.
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("untimed")
 
 #: A test that runs longer hangs. The slow ones get ten times as long.
 ALARM_S = 90
