@@ -507,7 +507,7 @@ def produce_without_looking(pipe, path):
     """Put when told to, and do not look for anything by itself now and then."""
     from weclaw_embedded import _replication, _waiting
 
-    _replication._SLEEP_S = _waiting.DEATH_CHECK_S = 3600.0
+    _replication._SLEEP_S = _waiting.DEATH_CHECK_S = _waiting.ALONE_CHECK_S = 3600.0
     q = weclaw.Queue(path, replica_timeout=60.0)
     pipe.send("open")
     while pipe.recv() == "put":
@@ -520,7 +520,8 @@ def test_a_process_that_does_not_feed_waits_and_is_woken(
 ) -> None:
     """The feeder is woken by its puts and wakes it: no one comes upon anything by looking."""
     monkeypatch.setattr(_replication, "_SLEEP_S", 3600.0)
-    monkeypatch.setattr(_waiting, "DEATH_CHECK_S", 3600.0)
+    for name in ("DEATH_CHECK_S", "ALONE_CHECK_S"):
+        monkeypatch.setattr(_waiting, name, 3600.0)
     with (
         weclaw.Queue(path, replica=copy) as q,
         Child(produce_without_looking, str(path)) as child,

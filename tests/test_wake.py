@@ -240,7 +240,7 @@ def consume_without_looking(pipe, path):
     """Get and ack, and look for nothing by itself now and then."""
     from weclaw_embedded import _waiting
 
-    _waiting.DEATH_CHECK_S = 3600.0
+    _waiting.DEATH_CHECK_S = _waiting.ALONE_CHECK_S = 3600.0
     q = weclaw.Queue(path)
     pipe.send("open")
     while True:

@@ -171,6 +171,4 @@ class Waiting:
     @property
     def look_every_s(self) -> float:
         """How long whoever waits sleeps before he looks for what nobody tells."""
-        if self._other_owners():
-            return DEATH_CHECK_S
-        return max(DEATH_CHECK_S, ALONE_CHECK_S)
+        return DEATH_CHECK_S if self._other_owners() else ALONE_CHECK_S

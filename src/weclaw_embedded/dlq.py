@@ -2,7 +2,7 @@
 
 Role: look, redrive, purge, export. A letter is the message itself with its history; the log keeps
 its body for as long as it is a letter, whatever retention says. The move to the dead letters is
-made in `_delivery` and `Message`; this module only reads it and undoes it.
+made in `_settling` and `_taking`; here they are looked at and come out again.
 """
 
 from __future__ import annotations

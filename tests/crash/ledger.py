@@ -81,9 +81,10 @@ class History:
                 open_calls[child] = (what, *rest)
                 self._announced(number, child, what, rest)
             else:
-                self._confirmed(child, what, rest, open_calls.pop(child, None))
+                open_calls.pop(child, None)
+                self._confirmed(what, rest)
         for child, (what, *rest) in open_calls.items():
-            self._left_open(child, what, rest)
+            self._left_open(what, rest)
 
     def _announced(self, number: int, child: str, what: str, rest: list[Any]) -> None:
         if what == "put?":
@@ -105,7 +106,7 @@ class History:
         elif what == "again?":
             self.again.add(rest[0])
 
-    def _confirmed(self, child: str, what: str, rest: list[Any], opened: Any) -> None:
+    def _confirmed(self, what: str, rest: list[Any]) -> None:
         if what == "put":
             for token, task in zip(rest[0], rest[1], strict=True):
                 self.put[token] = task
@@ -127,7 +128,7 @@ class History:
         elif what == "cancel" and rest[1]:
             self.cancelled.add(rest[0])
 
-    def _left_open(self, child: str, what: str, rest: list[Any]) -> None:
+    def _left_open(self, what: str, rest: list[Any]) -> None:
         """A call that never returned: it happened or it did not."""
         if what == "ack?":
             self.ack_doubt[rest[0]].add(rest[1])
@@ -228,8 +229,8 @@ def _check(path: Path, h: History, options: dict[str, Any], forgets: bool) -> di
         _require(h.id_of[token] == letter.id, f"letter {token} has another id")
     _check_each(h, come, letters, kept, forgets)
     _check_whole(h, come, letters, forgets)
-    _check_order(h, found, come)
-    _check_states(path, h, come, letters, kept, found)
+    _check_order(h, found)
+    _check_states(path, h, come, letters, kept)
     _check_afterwards(path)
     return {"drained": len(found.drained), "letters": len(letters), "known": len(h.id_of)}
 
@@ -312,7 +313,7 @@ def _check_whole(h: History, come: Any, letters: Any, forgets: bool) -> None:
             _require(all(there) or later or cancelled, said)
 
 
-def _check_order(h: History, found: Found, come: Any) -> None:
+def _check_order(h: History, found: Found) -> None:
     """Within a maker and priority, what was never redriven or delayed is drained as it was put."""
     last: dict[tuple[str, Any], int] = {}
     for msg in found.drained:
@@ -335,9 +336,7 @@ def _check_order(h: History, found: Found, come: Any) -> None:
         last[place] = order
 
 
-def _check_states(
-    path: Path, h: History, come: Any, letters: Any, kept: bool, found: Found
-) -> None:
+def _check_states(path: Path, h: History, come: Any, letters: Any, kept: bool) -> None:
     done = 0
     with weclaw.open(path) as store:
         q, second = store.queue(), store.queue(SECOND)

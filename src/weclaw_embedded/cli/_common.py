@@ -346,9 +346,7 @@ def missing(store: weclaw.Store, topic: str | None, group: str | None) -> str | 
             return None  # a new file: nothing was put yet, so no name can be wrong
         return plain(f"there is no topic {topic!r} in this file; {_listed('topic', topics)}")
     groups = sorted({one.group for one in found if topic in (None, one.topic)})
-    if group is None or group in groups:
-        return None
-    if not groups:
+    if group is None or group in groups or not groups:
         return None
     where = "this file" if topic is None else f"topic {topic!r}"
     return plain(f"there is no group {group!r} in {where}; {_listed('group', groups)}")
@@ -379,7 +377,8 @@ def look_there(
     if wrong is None:
         return
     of_topic = missing(store, topic, None) is not None
-    if told("topic") if of_topic else told("group") and not may_begin:
+    typed = told("topic") if of_topic else told("group") and not may_begin
+    if typed:
         fail(wrong)
     say(f"weclawctl: {wrong}")
 
