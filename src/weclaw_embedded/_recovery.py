@@ -283,9 +283,10 @@ def last_checkpoint(log: Segments) -> tuple[int, bytes]:
         with contextlib.suppress(BadPartError, LookupError, CorruptError):
             found = collect(log, offset - PART_BYTES, log.limit(segment)).records[0]
     begin, limit = words[LAST] << log.bits, log.limit(words[LAST])
-    for frame in walk(log, begin, limit, on_damage=lambda *_: None, open_end=True):
-        if frame.flags & CHECKPOINT_FRAME:
-            found = frame.records[0]
+    for one in stretches(log, begin, limit, on_damage=lambda *_: None, open_end=True):
+        # (What a checkpoint begins is in no stretch.)
+        if not isinstance(one, Stretch) and one.flags & CHECKPOINT_FRAME:
+            found = one.records[0]
     return found
 
 
