@@ -83,7 +83,7 @@ class History:
             else:
                 open_calls.pop(child, None)
                 self._confirmed(what, rest)
-        for child, (what, *rest) in open_calls.items():
+        for what, *rest in open_calls.values():
             self._left_open(what, rest)
 
     def _announced(self, number: int, child: str, what: str, rest: list[Any]) -> None:
