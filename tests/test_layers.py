@@ -19,7 +19,7 @@ LAYERS = [
     ["errors", "_version"],
     ["_clock", "_locks", "_format", "_stream", "_values", "_jsonable"],
     ["_files"],
-    ["_disk", "_watch"],
+    ["_disk", "_watch", "_names"],
     ["_codecs", "_record_types"],
     ["_record_put"],
     ["_checks", "_records"],
@@ -82,16 +82,15 @@ EXCEPTIONS = {
     ("queue", "_store"): "Queue(path) opens the store it belongs to",
 }
 
-#: What looks at the operating system's files beside `_files`, and why. Calls are of `os`, `shutil`,
+#: The door to the operating system's files.
+DOOR = {"_files", "_locks", "_names"}
+
+#: What looks at the operating system's files beside it, and why. Calls are of `os`, `shutil`,
 #: `tempfile`, `mmap`, `fcntl` and the builtin `open`; looking at names (os.stat, os.listdir,
 #: os.fstat) is no change and free to all.
 DOORS = {
     "_clock": {"open": "the boot's id is a file of the kernel's"},
     "_disk": {"open": "the mounts and the disk's number are files of the kernel's"},
-    "_locks": {
-        "fcntl.fcntl": "locks of a byte",
-        "fcntl.lockf": "the same where the system has no others",
-    },
     "_index": {
         "os.open": "a descriptor of LMDB's own file, to keep room behind its last page",
         "os.close": "the same",
@@ -236,13 +235,13 @@ def test_only_the_door_to_time_reads_the_clocks_that_are_written_down() -> None:
     for name in set(modules()) - {"_clock"}:
         text = (PACKAGE / f"{name}.py").read_text("utf-8")
         wall = re.findall(r"\btime\.(?:time|time_ns|clock_gettime\w*)\(", text)
-        # `_files` asks how old a leftover of a killed creator is.
-        assert len(wall) <= (1 if name == "_files" else 0), f"{name}: {wall}"
+        # `_names` asks how old a leftover of a killed creator is.
+        assert len(wall) <= (1 if name == "_names" else 0), f"{name}: {wall}"
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name != "_files"])
+@pytest.mark.parametrize("name", [name for name in modules() if name not in DOOR])
 def test_files_are_changed_through_one_door(name: str) -> None:
-    """Nothing but `_files` opens, changes or syncs files, except what is reasoned above."""
+    """Nothing but the door opens, changes or syncs files, except what is reasoned above."""
     found = set()
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Call):

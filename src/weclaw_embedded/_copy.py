@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from . import _files, _locks
+from . import _files, _locks, _names
 from ._format import (
     COPY,
     FENCED,
@@ -212,7 +212,7 @@ class Copy:
     def close(self) -> None:
         """Close it; one that has not taken its place is gone."""
         if self.temporary is not None:
-            _files.unlink(self.temporary)
+            _names.unlink(self.temporary)
         _files.close(self.fd)
         if self._watch_fd >= 0:
             _files.close(self._watch_fd)
@@ -394,7 +394,7 @@ class Copy:
             raise StorageError(
                 f"{self.path} came to be meanwhile; it was left alone; choose another place"
             )
-        _files.replace(self.temporary, self.path)
+        _names.replace(self.temporary, self.path)
         self.temporary = None
         if self.old is not None:
             self.old.close()

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from . import _files, _stream
+from . import _files, _names, _stream
 from ._format import SLOT_BYTES, FileHeader, pack_slot
 from ._recovery import is_whole
 from ._segments import HEAD, MissingSegmentError
@@ -491,8 +491,8 @@ def write_record(directory: str, address: Address, like_fd: int) -> None:
         return
     data = json.dumps(address).encode()
     try:
-        _files.create_whole(path, lambda fd: _files.write_at(fd, [data], 0), replace_file=True)
-        _files.match_owner_and_mode(path, like_fd)
+        _names.create_whole(path, lambda fd: _files.write_at(fd, [data], 0), replace_file=True)
+        _names.match_owner_and_mode(path, like_fd)
     except (OSError, DiskFullError) as error:
         logger.warning("where the replica is can't be noted in %s: %s", path, error)
 

@@ -1,4 +1,4 @@
-"""The only door to the operating system's files: read, write, sync, create.
+"""The only door to the operating system's files: read, write, sync.
 
 Everything that is easy to get wrong about a file is dealt with in here, so that it is never the
 caller's business: short reads and writes, interrupted calls, buffers past IOV_MAX, F_FULLFSYNC,
@@ -13,7 +13,7 @@ Invariants:
 * Call these as `_files.write_at(...)`: tests put doubles in their place, to fill the disk, fail
   a sync or lose what wasn't synced.
 
-It must not know what is in the files.  Their locks are `_locks`'.
+It must not know what is in the files.  Their locks are `_locks`', their names `_names`'.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ import fcntl
 import functools
 import logging
 import os
-import re
 import resource
-import secrets
 import signal
-import stat
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
-from . import _locks
 from .errors import DiskFullError
 
 __all__ = [
@@ -45,12 +40,9 @@ __all__ = [
     "allocated",
     "begin_sync",
     "close",
-    "create_whole",
     "drop_cache",
     "has_hole",
     "libc",
-    "make_fifo",
-    "match_owner_and_mode",
     "name_of",
     "open_ro",
     "open_rw",
@@ -58,15 +50,12 @@ __all__ = [
     "read_all",
     "read_around",
     "read_at",
-    "remove_folder",
-    "replace",
     "room_bytes",
     "size",
     "sync_all",
     "sync_data",
     "sync_dir",
     "truncate",
-    "unlink",
     "write_at",
     "write_pipe",
     "zero_fill",
@@ -81,9 +70,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IOV_MAX = 1024
 _PAGE = 4096  # what a device fails to read, it fails to read as a page
 _UNREADABLE = b"\xff"
-_MAX_CALL = 0x7FFFF000  # Linux reads and writes at most this much in one call
 _ZEROS = bytes(1 << 20)
-_STALE_TEMPORARY_S = 3600.0
 
 
 def _fail(error: OSError, what: str, fd: int) -> NoReturn:
@@ -95,15 +82,6 @@ def _fail(error: OSError, what: str, fd: int) -> NoReturn:
             f"file held is still there; make room and try again"
         ) from error
     raise error
-
-
-def _fail_to_create(error: OSError | DiskFullError, path: str) -> NoReturn:
-    cause = error if isinstance(error, OSError) else error.__cause__
-    why = f" ({cause.strerror})" if isinstance(cause, OSError) else ""
-    raise DiskFullError(
-        f"there is no room for {path}{why}; nothing was made or replaced; make room, or choose "
-        "another place"
-    ) from error
 
 
 def name_of(fd: int) -> str:
@@ -421,149 +399,3 @@ def drop_cache(fd: int, offset: int, n: int) -> None:
     """
     if sys.platform == "linux":
         os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
-
-
-# Names --------------------------------------------------------------------------------------
-
-
-def create_whole(
-    path: str,
-    content_writer: Callable[[int], object],
-    mode: int | None = 0o600,
-    *,
-    replace_empty: bool = False,
-    replace_file: bool = False,
-) -> None:
-    """Make a new file that appears under its name whole and durable, or not at all.
-
-    `content_writer` is called with the descriptor of a temporary file beside it.  Without a mode
-    it has that of the process's other new files.  Raises FileExistsError when the name is taken;
-    with `replace_empty` a file of no bytes is not in the way, with `replace_file` no regular file.
-    """
-    directory, name = os.path.split(path)
-    directory = directory or "."
-    _remove_stale_temporaries(directory, name)
-    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        fd = os.open(temporary, flags, 0o666 if mode is None else mode)
-    except OSError as error:
-        if error.errno in FULL:
-            _fail_to_create(error, path)
-        # Of the file that was wanted, not of a name that nobody knows.
-        raise OSError(error.errno, error.strerror, path) from error
-    try:
-        if mode is not None:
-            os.fchmod(fd, mode)
-        content_writer(fd)
-        sync_all(fd)
-        if replace_file:
-            replace(temporary, path)
-        elif not (replace_empty and _replace_empty_file(temporary, path)):
-            _link_into_place(temporary, path)
-        sync_dir(directory)
-    except OSError as error:
-        if error.errno in FULL:
-            _fail_to_create(error, path)
-        raise
-    except DiskFullError as error:  # of the temporary file, a name that nobody knows
-        _fail_to_create(error, path)
-    finally:
-        os.close(fd)
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-
-
-def _replace_empty_file(temporary: str, path: str) -> bool:
-    """Move over a file of no bytes, if that is what has the name."""
-    try:
-        fd = open_rw(path)
-    except FileNotFoundError:
-        return False
-    try:
-        # Two creators may have found it empty.  Who comes second through this lock finds that
-        # the name has another file, and must not replace that.
-        _locks.lock(fd, 0, exclusive=True)
-        ours, named = os.fstat(fd), os.stat(path)
-        if not os.path.samestat(ours, named) or named.st_size or not stat.S_ISREG(named.st_mode):
-            return False
-        os.replace(temporary, path)
-        return True
-    finally:
-        os.close(fd)
-
-
-def _link_into_place(temporary: str, path: str) -> None:
-    try:
-        os.link(temporary, path)
-        return
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-    # No hard links here (FAT, some FUSE).  Claim the name, then move over our own claim: after
-    # a crash between the two an empty file is left, which counts as new.
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    os.replace(temporary, path)
-
-
-def _remove_stale_temporaries(directory: str, name: str) -> None:
-    """Remove what a creator that was killed left behind, long enough ago to be sure."""
-    pattern = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.tmp")
-    with contextlib.suppress(OSError):
-        for entry in os.listdir(directory):
-            if pattern.fullmatch(entry):
-                leftover = os.path.join(directory, entry)
-                with contextlib.suppress(OSError):
-                    if time.time() - os.stat(leftover).st_mtime > _STALE_TEMPORARY_S:
-                        os.unlink(leftover)
-
-
-def replace(source: str, path: str) -> None:
-    """Move a file over another's name, durably.
-
-    Raises FileExistsError when that is no regular file's: root may move one over a device, which
-    would then be gone for everybody.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise FileExistsError(errno.EEXIST, "what has this name is no regular file", path)
-    os.replace(source, path)
-    sync_dir(os.path.dirname(path))
-
-
-def unlink(path: str) -> None:
-    """Remove a name if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def remove_folder(path: str) -> None:
-    """Remove a folder in which there are only files."""
-    # By hand: Ctrl-C in `shutil.rmtree` makes that close a descriptor twice.
-    for name in os.listdir(path):
-        os.unlink(os.path.join(path, name))
-    os.rmdir(path)
-
-
-def make_fifo(path: str, mode: int = 0o600) -> None:
-    """Make a named pipe with exactly this mode."""
-    os.mkfifo(path, mode)
-    os.chmod(path, mode)
-
-
-def match_owner_and_mode(path: str, like_fd: int) -> None:
-    """Give a file or directory beside ours the owner and mode of ours, as far as we may.
-
-    A directory can be entered by whoever can read the file.
-    """
-    like = os.fstat(like_fd)
-    have = os.stat(path)
-    if (have.st_uid, have.st_gid) != (like.st_uid, like.st_gid):
-        with contextlib.suppress(PermissionError):
-            os.chown(path, like.st_uid, like.st_gid)
-    mode = stat.S_IMODE(like.st_mode) & 0o777
-    if stat.S_ISDIR(have.st_mode):
-        mode |= (mode & 0o444) >> 2
-    if stat.S_IMODE(have.st_mode) != mode:
-        with contextlib.suppress(PermissionError):
-            os.chmod(path, mode)

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable
 from typing import Final
 
-from . import _clock, _delivery, _files, _records
+from . import _clock, _delivery, _files, _names, _records
 from ._engine import Engine
 from ._finding import begins_with_part
 from ._format import (
@@ -94,7 +94,7 @@ def _copy_pinned(engine: Engine, path: str, seen: Seen | None) -> None:
 
     try:
         segments, tail = engine.execute(pin)
-        _files.create_whole(path, functools.partial(_write_copy, engine.log, segments, tail, seen))
+        _names.create_whole(path, functools.partial(_write_copy, engine.log, segments, tail, seen))
     finally:
         engine.execute(unpin)
 
@@ -112,7 +112,7 @@ def _copy_what_stays(engine: Engine, path: str, seen: Seen | None) -> None:
         segments, tail = engine.execute(look)
         try:
             write = functools.partial(_write_copy, engine.log, segments, tail, seen)
-            _files.create_whole(path, write)
+            _names.create_whole(path, write)
             return
         except LookupError as error:
             gone = error

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from . import _clock, _disk, _files, _locks
+from . import _clock, _disk, _files, _locks, _names
 from ._format import HEADER_BYTES, PRIMARY, FileHeader, unpack_header, unpack_role
 from ._index import Index
 from ._rebuild import Rebuild
@@ -400,7 +400,7 @@ def _open_first(
             page.words[CLEAN_AT] = page.words[TAIL]
             page.words[LAST_FRAME] = log.last_frame[0]
         for name in os.listdir(os.path.join(directory, INDEX_NAME)):
-            _files.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
+            _names.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.
         page.shift = _new_shift(log) if shift is None else shift
         page.keep_replica_words(replica)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _files, _records
+from . import _names, _records
 from ._copy import is_same_file, write_role
 from ._feeder import RECORD_NAME, normal, read_record, write_record
 from ._format import PRIMARY
@@ -186,7 +186,7 @@ def configure(engine: Engine) -> None:
     if address is None:
         if words[REPLICATION] & WANTED and engine.chose("replica"):
             _set_mode(engine, 0)
-            _files.unlink(os.path.join(engine.directory, RECORD_NAME))
+            _names.unlink(os.path.join(engine.directory, RECORD_NAME))
             stop(engine)
         if not words[REPLICATION] & WANTED:
             words[REPLICA_HIGH] = 0  # whoever promised a replica is gone, and so is that

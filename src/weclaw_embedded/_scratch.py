@@ -12,7 +12,7 @@ import os
 import struct
 from typing import Final
 
-from . import _files
+from . import _files, _names
 from ._index import FILE_NAME, Index
 from .errors import StorageError
 
@@ -40,26 +40,26 @@ def make_directory(directory: str, fd: int) -> None:
                 f"{directory} is not a folder, but is where the scratch of the queue belongs; "
                 "nothing was touched; move it away"
             ) from None
-    _files.match_owner_and_mode(directory, fd)
+    _names.match_owner_and_mode(directory, fd)
 
 
 def remove_pipes(directory: str) -> None:
     """Remove the pipes of those who are gone."""
     for name in os.listdir(directory):
         if name.startswith("wake-"):
-            _files.unlink(os.path.join(directory, name))
+            _names.unlink(os.path.join(directory, name))
 
 
 def _delete_index(directory: str) -> None:
     path = os.path.join(directory, INDEX_NAME)
     if os.path.isdir(path) and not os.path.islink(path):
-        _files.remove_folder(path)
+        _names.remove_folder(path)
     else:
-        _files.unlink(path)
+        _names.unlink(path)
     os.mkdir(path, 0o700)
     parent = _files.open_ro(directory)
     try:
-        _files.match_owner_and_mode(path, parent)
+        _names.match_owner_and_mode(path, parent)
     finally:
         _files.close(parent)
 
@@ -75,7 +75,7 @@ def believable_index(directory: str, same_boot: bool) -> Index | None:
     data = os.path.join(directory, FILE_NAME)
     mark = read_clean_mark(directory)
     # The mark is of the state on disk now. Once we write, it must not be found after a power cut.
-    _files.unlink(os.path.join(directory, CLEAN_NAME))
+    _names.unlink(os.path.join(directory, CLEAN_NAME))
     try:
         found = os.stat(data)
         _files.sync_dir(directory)
@@ -126,7 +126,7 @@ def write_clean_mark(directory: str) -> None:
         _files.sync_data(fd)
     finally:
         _files.close(fd)
-    _files.replace(path + ".new", path)
+    _names.replace(path + ".new", path)
 
 
 def read_clean_mark(directory: str) -> tuple[int, int, int] | None:

@@ -21,7 +21,7 @@ import struct
 from bisect import bisect_left
 from typing import Final
 
-from . import _files, _locks
+from . import _files, _locks, _names
 from .wal import COMMIT, LAST, TAIL, LogState
 
 PAGE_VERSION: Final = 2
@@ -137,7 +137,7 @@ class SharedPage(LogState):
             after = _KEPT_AT + _KEPT.size
             _files.zero_fill(fd, after, size - after)
             _files.truncate(fd, size)
-            _files.match_owner_and_mode(path, like_fd)
+            _names.match_owner_and_mode(path, like_fd)
         finally:
             _files.close(fd)
         page = SharedPage(path)

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from . import _files
+from . import _files, _names
 from .errors import DiskFullError, StorageError
 
 logger = logging.getLogger("weclaw_embedded")
@@ -100,8 +100,8 @@ def open_pipe(directory: str, slot: int, like_fd: int) -> int:
     path = pipe_path(directory, slot)
     # One that is there is of a process that was killed; the slot is ours now.
     with contextlib.suppress(FileExistsError):
-        _files.make_fifo(path)
-        _files.match_owner_and_mode(path, like_fd)
+        _names.make_fifo(path)
+        _names.match_owner_and_mode(path, like_fd)
     # Opened for both directions: the pipe then never reports an end of file when the last writer
     # goes, and opening it does not wait for one.
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

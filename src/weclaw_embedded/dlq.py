@@ -15,7 +15,7 @@ from datetime import datetime
 from itertools import islice
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
-from . import _delivery, _files, _records
+from . import _delivery, _names, _records
 from ._jsonable import dumps, jsonable
 from ._message import Content, Told, to_datetime
 from ._options import check_count
@@ -322,7 +322,7 @@ def write_letters(
 
     try:
         _refuse_to_replace(target, queue_path)
-        _files.create_whole(target, write, None, replace_file=True)
+        _names.create_whole(target, write, None, replace_file=True)
     except OSError as error:
         raise StorageError(
             f"{name} can't be written: {error.strerror or error}; nothing was replaced, and the "

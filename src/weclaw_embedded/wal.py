@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from zlib import crc32
 
-from . import _clock, _files
+from . import _clock, _files, _names
 from ._format import (
     CHECKPOINT_FRAME,
     ENVELOPE_BYTES,
@@ -171,7 +171,7 @@ class Log(Slots, Reading):
             _files.write_at(fd, [packed], HEADER_BYTES)
             _files.write_at(fd, [packed], HEADER_BYTES + segment_bytes - SLOT_BYTES)
 
-        _files.create_whole(path, write, replace_empty=True)
+        _names.create_whole(path, write, replace_empty=True)
 
     def write_header(self, *, epoch: int | None = None) -> FileHeader:
         """Rewrite the header block with another epoch, durably, one copy after the other."""

@@ -18,7 +18,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _records, threads
+from weclaw_embedded import _files, _names, _records, threads
 from weclaw_embedded.wal import HEAD
 
 
@@ -1067,7 +1067,7 @@ def test_a_get_that_finds_no_room_to_wait_says_so(path, monkeypatch, number, tol
 
     with weclaw.Queue(path) as q:
         with monkeypatch.context() as patched:
-            patched.setattr(_files, "make_fifo", full)
+            patched.setattr(_names, "make_fifo", full)
             with pytest.raises(told, match="nothing was taken"):
                 q.get(timeout=1)
         with pytest.raises(weclaw.Empty):

@@ -1,7 +1,7 @@
 """A disk that can lose power: what the library asked of it is written down, and later the states
 it could have been left in are built from that.
 
-`Recorder` listens at `_files`, the library's only door to the operating system: every write, size,
+`Recorder` listens at `_files` and `_names`, the door to the operating system: every write, size,
 hole, sync and change of a name of the queue's file (and of the temporary ones it is made from)
 becomes an event, in order, with what the workload says in between. For any moment k of that history
 `Disk.state` builds a state that a power cut at k may leave:
@@ -32,7 +32,7 @@ from typing import Any
 import pytest
 from tests.crash.ledger import Ledger
 
-from weclaw_embedded import _clock, _files
+from weclaw_embedded import _clock, _files, _names
 
 SECTOR = 512
 PAGE = 4096
@@ -58,7 +58,8 @@ class Recorder:
             setattr(double, name, self._on_fd(name, getattr(os, name)))
         for name in ("open", "link", "unlink", "replace"):
             setattr(double, name, self._on_name(name, getattr(os, name)))
-        monkeypatch.setattr(_files, "os", double)
+        for door in (_files, _names):
+            monkeypatch.setattr(door, "os", double)
         monkeypatch.setattr(_files, "punch", self._punch(_files.punch))
 
     # -- hearing -------------------------------------------------------------------------------

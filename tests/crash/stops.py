@@ -1,7 +1,7 @@
 """A process that kills itself at its k-th call to the operating system, or its k-th line.
 
-`_files` and `_locks` are the library's only door to the operating system, so the `os` and `fcntl`
-they see are replaced by counting ones in the child. "half" writes the first half
+`_files`, `_names` and `_locks` are the library's only door to the operating system, so the `os` and
+`fcntl` they see are replaced by counting ones in the child. "half" writes the first half
 of what was to be written before the kill.
 """
 
@@ -115,10 +115,11 @@ def arm(kind: str, at: int, moment: str) -> Calls | Lines:
         threading.settrace(lines.trace)
         sys.settrace(lines.trace)
         return lines
-    from weclaw_embedded import _files, _locks
+    from weclaw_embedded import _files, _locks, _names
 
     calls = Calls(at, moment)
-    _files.os = calls.module(_files.os, CHANGING)
+    for door in (_files, _names):
+        door.os = calls.module(door.os, CHANGING)
     for door in (_files, _locks):
         door.fcntl = calls.module(door.fcntl, LOCKING)
     return calls
