@@ -59,7 +59,7 @@ LAYERS = [
     ["_message"],
     ["dlq", "_survey"],
     ["_handle"],
-    ["_asking"],
+    ["_asking", "_transaction"],
     ["queue"],
     ["_store"],
     ["replica"],

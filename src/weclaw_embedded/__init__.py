@@ -12,10 +12,11 @@
 
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._async_queue import AsyncQueue
-from ._message import Message, Transaction
+from ._message import Message
 from ._options import RetryPolicy
 from ._queries import GroupInfo, Stats
 from ._store import Store, open  # noqa: A004  the name is fixed: weclaw.open
+from ._transaction import Transaction
 from ._version import __version__
 from .client import Consumer, Producer
 from .dlq import DeadLetter, DeadLetterQueue, Failure

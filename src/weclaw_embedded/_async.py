@@ -7,17 +7,20 @@ awaited, which waits for the disk. What only looks goes to a small pool of threa
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _settling
+from . import _putting, _settling
 from ._engine import Engine
+from ._handle import deadline_of
 from ._io import Written, io_of
 from ._io_calls import Op
-from ._message import Message, Transaction
+from ._message import Message
 from ._pool import in_pool
 from ._session import BATCH, Job
+from ._transaction import Transaction, maxsizes_of, remember_dead
 from .dlq import DeadLetter, DeadLetterQueue
 from .errors import ClosedError
 
@@ -156,19 +159,15 @@ class AsyncTransaction(Transaction):
 async def commit(
     queue: Queue, acks: list[Any], puts: list[Any], block: bool, timeout: float | None
 ) -> list[str]:
-    """`Queue._commit` by the I/O thread."""
-    from . import _putting
-    from ._handle import deadline_of
-
+    """What ends a `Transaction`, by the I/O thread."""
     engine = queue._writable()
     _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
-    maxsizes = queue._maxsizes(puts)
+    maxsizes = maxsizes_of(queue, puts)
+    remember = functools.partial(remember_dead, queue)
     elsewhere = any(topic != queue.topic for topic in maxsizes)
 
     def transact(session: Session, waiter: Waiter | None) -> list[str]:
-        return _putting.transact(
-            session, acks, puts, queue._policy, maxsizes, waiter, queue._remember_dead_of
-        )
+        return _putting.transact(session, acks, puts, queue._policy, maxsizes, waiter, remember)
 
     call = Op(
         asyncio.get_running_loop(),

@@ -1,4 +1,4 @@
-"""A leased message as its handler sees it, and the transaction that settles several at once.
+"""A leased message as its handler sees it.
 
 Role: bodies are read and decoded here, lazily and outside every lock; settling goes to
 `_delivery` under the lock. A message keeps the bytes of its record, not a place in the file: what
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -432,69 +432,3 @@ class Renewal:
 
     def stop(self) -> None:
         self._stopped = True
-
-
-class Transaction:
-    """Acks, results and puts over topics of one file as one step; see `Queue.transaction`."""
-
-    def __init__(self, queue: Queue, block: bool, timeout: float | None) -> None:
-        self._queue = queue
-        self._engine = queue._engine  # a closed queue says so
-        self._block = block
-        self._timeout = timeout
-        self._acks: list[tuple[Lease, bytes]] = []
-        self._puts: list[tuple[_delivery.Address, _delivery.Encoded]] = []
-        self._over = False
-        self.ids: list[str] = []
-        """The ids of what was put, in order, once the block has ended."""
-
-    def ack(self, msg: Message, result: Any = None) -> None:
-        """Settle `msg` when the block ends. Raises as `Message.ack` does, at the end for leases."""
-        if self._over:
-            self._open()
-        if not isinstance(msg, Message):
-            raise TypeError(f"ack takes a Message, not {msg!r}; nothing was changed")
-        lease = msg._lease or msg._held()
-        if lease.engine is not self._engine:
-            raise ValueError("the message is of another file; a transaction is within one file")
-        self._acks.append((lease, b"" if result is None else pack_result(result)))
-
-    def put(
-        self,
-        body: Any,
-        *,
-        topic: str | None = None,
-        id: str | None = None,
-        key: str | None = None,
-        priority: int = 0,
-        delay: float = 0.0,
-        eta: datetime | None = None,
-        ttl: float | None = None,
-        headers: Mapping[str, Any] | None = None,
-    ) -> str | None:
-        """Put when the block ends; arguments as for `Queue.put`, `topic` defaults to the queue's.
-        Returns the `id` that was given. One that is made says where the message stands, which is
-        known when the block has ended: then all of them are in `ids`, and until then it is None.
-        """
-        self._open()
-        queue = self._queue
-        data, terms = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
-        self._puts.append((queue._address_of(topic), ([data], terms)))
-        return terms.id
-
-    def _open(self) -> None:
-        if self._over:
-            raise ClosedError("the transaction has ended; nothing was added; begin another")
-
-    def __enter__(self) -> Transaction:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._over = True
-        if error is None:
-            self.ids = self._queue._commit(self._acks, self._puts, self._block, self._timeout)

@@ -21,13 +21,12 @@ from ._asking import Asking
 from ._delivery import Address, Encoded, Lease, Terms, new_waiter
 from ._engine import Engine
 from ._handle import Holder, check_text, deadline_of, us_until
-from ._message import Message, Transaction
+from ._message import Message
 from ._options import (
     UNSET,
     QueueOptions,
     Unset,
     check_count,
-    check_name,
     check_seconds,
     queue_options,
 )
@@ -35,6 +34,7 @@ from ._putting import NoBytes, NoRoom
 from ._records import MAX_DELIVER, NoRecordError, group_id
 from ._session import BATCH, POLICIES
 from ._shared import SETTLED
+from ._transaction import Transaction
 from ._wake import READY_BYTE, Waiter
 from .dlq import DeadLetterQueue
 from .errors import (
@@ -535,65 +535,6 @@ class Queue(Asking):
         """
         deadline_of(block, timeout)  # refuses what makes no sense
         return Transaction(self, block, timeout)
-
-    def _address_of(self, topic: str | None) -> Address:
-        if topic is None or topic == self.topic:
-            return self._address
-        topic = check_name("topic", topic)
-        return Address(topic, self.group, group_id(topic, self.group), self._address.retry)
-
-    def _maxsizes(self, puts: list[tuple[Address, Encoded]]) -> dict[str, int]:
-        """What holds up puts of a transaction: by topic, where there is such a limit."""
-        topics = {address.topic for address, _ in puts}
-        found: dict[str, int] = {}
-        if self.topic in topics and self.maxsize:
-            found[self.topic] = self.maxsize
-        topics.discard(self.topic)
-        for queue in list(self._store._queues) if topics else ():
-            topic, limit = queue.topic, queue.maxsize
-            if topic in topics and limit and queue.group == self.group and not queue._closed:
-                found[topic] = min(limit, found.get(topic, limit))
-        return found
-
-    def _remember_dead_of(self, topic: str, dead: list[int]) -> None:
-        """Letters of any topic that this store has open for the same group."""
-        for queue in [self, *self._store._queues]:
-            if queue.topic == topic and queue.group == self.group and not queue._closed:
-                queue._remember_dead(dead)
-                return
-
-    def _commit(
-        self,
-        acks: list[tuple[Lease, bytes]],
-        puts: list[tuple[Address, Encoded]],
-        block: bool,
-        timeout: float | None,
-    ) -> list[str]:
-        engine = self._writable()
-        _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
-        maxsizes = self._maxsizes(puts)
-        until_s = deadline_of(block, timeout)
-        waiter: Waiter | None = None
-        may_reclaim = True
-        while True:
-            try:
-                ids = engine.execute(
-                    _putting.transact,
-                    acks,
-                    puts,
-                    self._policy,
-                    maxsizes,
-                    waiter,
-                    self._remember_dead_of,
-                )
-            except NoRoom as error:
-                waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
-                continue
-            if self._policy == BATCH and (
-                until := engine.flush_later(self._store._options, len(puts))
-            ):
-                engine.durable(until)
-            return ids
 
     # -- the end -----------------------------------------------------------------------------------
 
