@@ -19,7 +19,7 @@ from tests.helpers.queues import eventually
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files, _waiting
 from weclaw_embedded._shared import READY, SETTLED, WAITERS
-from weclaw_embedded._wake import SETTLED_BYTE, Timer, Waiter, pipe_path
+from weclaw_embedded._wake import SETTLED_BYTE, Timer, pipe_path, waiter_for
 from weclaw_embedded.wal import COMMIT, TAIL
 
 
@@ -439,13 +439,13 @@ def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
         _waiting.ALONE_CHECK_S = 3600.0
         q = weclaw.Queue(path)
         engine = q._store._engine
-        real = engine.execute
+        real = engine.run
 
-        def turn(operation, *args):
+        def turn(operation, what):
             pipe.send(engine.look_every_s)
-            return real(operation, *args)
+            return real(operation, what)
 
-        engine.execute = turn
+        engine.run = turn
         with q.get() as msg:
             pipe.send(msg.body)
 
@@ -464,7 +464,7 @@ def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
 
 def test_who_is_woken_before_sleeping_does_not_sleep() -> None:
     """A join is noted before it looks, so that no end is missed; `task_done` may be that quick."""
-    waiter = Waiter(SETTLED_BYTE)
+    waiter = waiter_for(SETTLED_BYTE)
     waiter.wake()
     waiter.arm()
     slept = threading.Thread(target=waiter.wait, args=(3600.0,), daemon=True)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .queue import Queue
 
 T = TypeVar("T")
+What = TypeVar("What")
 
 
 class AsyncMessage(Message):
@@ -80,13 +81,13 @@ class AsyncMessage(Message):
         assert lease is not None, "it was settled"
         return Written(lease.engine, self._until)
 
-    def _settle(self, operation: Callable[..., T], *args: Any) -> T:
+    def _run(self, operation: Callable[[Session, What], T], what: What) -> T:
         done: T
         lease = self._held()
         if lease.engine.forked:
             raise _settling.lost(lease)
         try:
-            done, self._until = write_now(lease.engine, self._queue, operation, lease, *args)
+            done, self._until = write_now(lease.engine, self._queue, operation, what)
         except ClosedError:
             if lease.over:
                 raise _settling.lost(lease) from None

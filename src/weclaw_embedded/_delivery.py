@@ -22,7 +22,7 @@ from ._options import RetryPolicy
 from ._records import NEVER, RELEASE
 from ._session import ALL, Session
 from ._shared import LEASES_SEQ, READY, SETTLED, mask_of
-from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
+from ._wake import READY_BYTE, SETTLED_BYTE, Waiter, waiter_for
 from .errors import CorruptError
 
 MAX_REASON_BYTES: Final = 4096
@@ -79,8 +79,20 @@ Encoded: TypeAlias = tuple[Sequence[bytes], Terms]
 
 
 class Lease:
-    """What this process knows of a message it holds. Changed only under the write lock."""
+    """What this process knows of a message it holds; begun by `_taking`. Changed only under the
+    write lock.
+    """
 
+    engine: Engine
+    holder: object
+    tid: int
+    mask: int  # of the topic, of whom is told when it ends
+    gid: int
+    offset: int
+    salt: int  # of the segment it was put into
+    deadline_ns: int
+    visibility_s: float | None  # as it was taken
+    length_s: float | None  # the same; once it was extended, as that was last
     # Of most messages no more is to be said: one is made for each delivery.
     over = False
     lost = False  # it is over, and nobody here has ended it
@@ -91,28 +103,6 @@ class Lease:
     location = 0  # where the message was carried to, if it was
     renewal: Any = None  # what extends it while a `with` lasts
     given_id: str | None = None  # of the message, by whoever put it
-
-    def __init__(
-        self,
-        engine: Engine,
-        holder: object,
-        tid: int,
-        mask: int,
-        gid: int,
-        offset: int,
-        salt: int,
-        deadline_ns: int,
-        visibility_s: float | None,
-    ) -> None:
-        self.engine = engine
-        self.holder = holder
-        self.tid = tid
-        self.mask = mask  # of the topic, of whom is told when it ends
-        self.gid = gid
-        self.offset = offset
-        self.salt = salt  # of the segment it was put into
-        self.deadline_ns = deadline_ns
-        self.visibility_s = self.length_s = visibility_s  # as taken, and as it was last extended
 
     @property
     def id(self) -> str:
@@ -141,12 +131,18 @@ class Lease:
 class Taken:
     """What a take found, or when it is worth looking again."""
 
+    leases: list[Lease]
+    dead: list[int]  # offsets that became dead letters meanwhile
     look_again_us: int | None = None  # queue time
     paused = ""  # until when, and why, if that is why nothing was found
 
-    def __init__(self, leases: list[Lease], dead: list[int]) -> None:
-        self.leases = leases
-        self.dead = dead  # offsets that became dead letters meanwhile
+
+def taken_of(leases: list[Lease], dead: list[int]) -> Taken:
+    """What a take found."""
+    taken = Taken()
+    taken.leases = leases
+    taken.dead = dead
+    return taken
 
 
 def topic_of(session: Session, name: str) -> tuple[int, list[_records.Record]]:
@@ -307,7 +303,7 @@ def wait_settled(session: Session, tid: int, waiter: Waiter) -> None:
 
 
 def new_waiter(kind: int) -> Waiter:
-    return Waiter(READY_BYTE if kind == READY else SETTLED_BYTE)
+    return waiter_for(READY_BYTE if kind == READY else SETTLED_BYTE)
 
 
 def set_aside(session: Session, offset: int, reason: str) -> None:

@@ -30,7 +30,7 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
-from ._delivery import Lease, Taken, Terms
+from ._delivery import Lease, Taken, Terms, taken_of
 from ._engine import Engine
 from ._io_calls import closed_error
 from ._message import Message
@@ -181,7 +181,7 @@ class Core:
     ) -> Taken:
         """Take up to `n` in the order of this queue."""
         if self.immediate:
-            return Taken([], [])
+            return taken_of([], [])
         choose = None if self.order is None else self.order.choose
         taken = _taking.take(session, self.queue._address, n, None, waiter, choose)
         self.paused = taken.paused

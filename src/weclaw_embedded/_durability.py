@@ -33,7 +33,7 @@ from ._shared import (
     UNSEEN,
     SharedPage,
 )
-from ._wake import FEED_BYTE, READY_BYTE, SYNCED_BYTE, Timer, Waiter, Waker
+from ._wake import FEED_BYTE, READY_BYTE, SYNCED_BYTE, Timer, Waker, waiter_for
 from .errors import ClosedError, StoreFailedError
 from .wal import COMMIT, TAIL, Log
 
@@ -223,7 +223,8 @@ class Durability:
         if before >= self.synced:
             return
         words[COMMIT] = self.synced
-        session.woken = self.page.take_seen()
+        if words[UNSEEN]:
+            session.woken = self.page.take_seen()
         shared = self.page.take_sharing(before)
         if shared:
             session.pokes = [(SYNCED_BYTE, shared)]
@@ -252,7 +253,7 @@ class Durability:
         until_s = time.monotonic() + _SHARED_S
         is_awake = True
         while is_awake:
-            waiter = Waiter(SYNCED_BYTE)
+            waiter = waiter_for(SYNCED_BYTE)
             try:
                 with self._lock:
                     if self.closed:

@@ -42,7 +42,7 @@ from ._index import Index
 from ._opening import IN_USE, WRITE, Opened
 from ._options import StoreOptions
 from ._scratch import INDEX_NAME, PAGE_NAME, write_clean_mark
-from ._session import ALL, Appended, Job, Session
+from ._session import ALL, Appended, Job, Session, begin, spread
 from ._shared import (
     CLEAN_AT,
     FAILED,
@@ -80,6 +80,7 @@ from .wal import (
 )
 
 T = TypeVar("T")
+What = TypeVar("What")
 Args = TypeVarTuple("Args")
 
 
@@ -224,12 +225,17 @@ class Engine(
     # -- sessions ------------------------------------------------------------------------------
 
     def execute(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """Run `operation(session, …)` under the write lock and make it as durable as it asks.
+        """`run`, of `operation(session, *args)`."""
+        return self.run(spread, (operation, args))
+
+    def run(self, operation: Callable[[Session, What], T], what: What) -> T:
+        """Run `operation(session, what)` under the write lock and make it as durable as it asks.
 
         Blocks for the lock, and for a sync when the operation set `must_sync`. Raises what the
         operation raises, then nothing was written; StoreFailedError when the disk refuses. Where
         the disk is full, settled space is freed before anything is refused.
         """
+        # (One argument, because to hand on several costs a fortieth of a turn each time.)
         session = None
         words = self.page.words
         try:
@@ -241,10 +247,10 @@ class Engine(
                     if words[FAILED] or words[WRITING] or words[REPLICATION] or self._has_moved(0):
                         session = self._begin()
                     else:
-                        session = Session(self)
+                        session = begin(Session, self)
                     if self.is_late:
                         self.publish(session)
-                    result = operation(session, *args)
+                    result = operation(session, what)
                     session.finish()
                     waiters = words[WAITERS]
                     if session.woken or (waiters and (session.ready or waiters >= FOR_SETTLED)):
@@ -269,7 +275,7 @@ class Engine(
                 and self.make_room()
             ):
                 raise
-            return self.turn(operation, *args)
+            return self.turn(operation, what)
         if session.tail >= self._look_at or not session.is_plain:
             result = self._after(session, result)
         if session.settled and not self._upkeep_due:
@@ -298,7 +304,7 @@ class Engine(
             self.log.heal()
             self.page.forget_promises()
         mode = words[REPLICATION]
-        return _session_maker()(self, mode) if mode else Session(self)
+        return _session_maker()(self, mode) if mode else begin(Session, self)
 
     def _after(self, session: Session, result: T) -> T:
         """What is not plain about a turn, after it, with the lock given back. Its result."""
@@ -446,7 +452,7 @@ class Engine(
     def _vouch(self) -> bool:
         """Append the frame that says: everything before me was synced."""
         words = self.page.words
-        session = Session(self)
+        session = begin(Session, self)
         try:
             session.append([_records.pack_clean()], flags=VOUCH)
             session.tx  # noqa: B018  applied here, so that the index is level when it closes

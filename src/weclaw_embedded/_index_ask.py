@@ -171,7 +171,6 @@ class Ask(Change):
         self,
         group: GroupState,
         n: int,
-        *,
         visible: int,
         now_us: int = 0,
         suspects: int = 0,

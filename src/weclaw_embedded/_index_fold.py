@@ -126,17 +126,20 @@ class Fold(Keep):
         if {*map(len, records)} != {_ACK_SIZE} or data[::_ACK_SIZE] != bytes((ACK,)) * len(told):
             self.apply(told)
             return
-        group, at = None, -1
+        gids, messages = zip(*_unpack_acks(data), strict=True)
+        gid = gids[0]
+        group = self._groups.get(gid)
+        if group is None or gids.count(gid) < len(gids):
+            self.apply(told)
+            return
+        begun = group.fresh.pop
         try:
-            for time_us, (gid, message) in zip(times, _unpack_acks(data), strict=True):
-                if gid != at:
-                    group, at = self._groups.get(gid), gid
-                if group is None or group.fresh.pop(message, None) is None:
-                    group = self._settle(gid, message, time_us)
-                    if group is None:
-                        continue
-                group.settled += 1
-                self._changed_groups[gid] = group
+            others = [n for n, message in enumerate(messages) if begun(message, None) is None]
+            group.settled += len(messages) - len(others)
+            self._changed_groups[gid] = group
+            for n in others:
+                if self._settle(gid, messages[n], times[n]) is not None:
+                    group.settled += 1
         except lmdb.Error as error:
             raise self._failed(error) from error
 

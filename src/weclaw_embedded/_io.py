@@ -46,7 +46,7 @@ from ._io_calls import (
 )
 from ._io_turns import Turns
 from ._session import Session
-from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
+from ._wake import READY_BYTE, SETTLED_BYTE, Waiter, waiter_for
 from ._watch import poll_of
 from .errors import ClosedError, LeaseLostError
 
@@ -101,8 +101,8 @@ class Io(Turns):
         self._sync_soon = False  # though nobody waits for it
         self._sync_until = 0
         self._closed = False
-        self._ready = Waiter(READY_BYTE, self._on_ready)
-        self._settled = Waiter(SETTLED_BYTE, self._on_settled)
+        self._ready = waiter_for(READY_BYTE, self._on_ready)
+        self._settled = waiter_for(SETTLED_BYTE, self._on_settled)
         self._look_ready = False
         self._look_settled = False
         # Only the thread that serves touches these.

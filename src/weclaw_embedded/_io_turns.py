@@ -28,7 +28,7 @@ from operator import attrgetter
 from typing import Any, Final, cast
 
 from . import _putting
-from ._delivery import Lease, Taken
+from ._delivery import Lease, Taken, taken_of
 from ._engine import Engine
 from ._io_calls import (
     MAKE_ROOM,
@@ -192,7 +192,7 @@ class Turns:
 
     def _look(self, session: Session, takes: Takes, wanted: int) -> Taken:
         """Take until nothing is found, so that whoever is left waits with a waiter registered."""
-        found = Taken([], [])
+        found = taken_of([], [])
         while len(found.leases) < wanted:
             n = wanted - len(found.leases)
             taken = takes.source.look(session, n, takes.visibility_s, self._ready)

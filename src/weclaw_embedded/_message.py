@@ -26,7 +26,7 @@ from ._records import (
     NO_META,
     PUT_BYTES,
 )
-from ._session import BATCH
+from ._session import BATCH, Session, spread
 from .errors import ClosedError, DiskFullError, LeaseLostError, SerializationError
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from .queue import Queue
 
 T = TypeVar("T")
+What = TypeVar("What")
+M = TypeVar("M", bound="Message")
+_new: Final = object.__new__
 MAX_RESULT_BYTES: Final = 1 << 30
 # How often a lease is renewed while it lasts.
 _RENEWALS: Final = 3
@@ -176,19 +179,7 @@ class Message(Told):
     __slots__ = ("__weakref__", "_lease", "_queue")
 
     _lease: Lease | None
-
-    def __init__(
-        self, queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
-    ) -> None:
-        # As Told, without a call more: one is made for each delivery.
-        meta = self._meta = _records.meta_of_put(record)
-        if meta is not NO_META:
-            lease.given_id = meta.get(META_ID)
-        self._record = record
-        self._time_us = time_us
-        self._body = _Unread
-        self._queue = queue
-        self._at = self._lease = lease
+    _queue: Queue
 
     def __repr__(self) -> str:
         return f"<Message {self.id} of {self.topic!r}, delivery {self.delivery_count}>"
@@ -252,7 +243,7 @@ class Message(Told):
         packed = b"" if result is None else pack_result(result)
         lease = self._lease or self._held()
         record = _records.pack_ack(lease.tid, lease.gid, lease.offset, packed)
-        self._settle(_settling.end, record, self._queue._policy)
+        self._run(_settling.end_by, (lease, record, self._queue._policy))
 
     def nack(
         self, backoff: float | None = None, reason: str | None = None, *, count: bool = True
@@ -314,12 +305,16 @@ class Message(Told):
         return lease
 
     def _settle(self, operation: Callable[..., T], *args: Any) -> T:
+        return self._run(spread, (operation, (self._held(), *args)))
+
+    def _run(self, operation: Callable[[Session, What], T], what: What) -> T:
+        """Run what settles this message, as `Engine.run` does."""
         lease = self._lease or self._held()
         engine = lease.engine
         if engine.forked:
             raise _settling.lost(lease)
         try:
-            result = engine.execute(operation, lease, *args)
+            result = engine.run(operation, what)
         except ClosedError:
             if lease.over:
                 raise _settling.lost(lease) from None
@@ -378,6 +373,23 @@ class Message(Told):
         except (LeaseLostError, ClosedError):
             # The error that ended the block is the one to be seen; the message comes back anyway.
             return
+
+
+def message_of(
+    kind: type[M], queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
+) -> M:
+    """What was leased, as a message of this kind. Raises ValueError when these bytes are no Put."""
+    # One is made for each delivery: by `__init__` that would cost twice as much until Python 3.13.
+    message = _new(kind)
+    meta = message._meta = _records.meta_of_put(record)
+    if meta is not NO_META:
+        lease.given_id = meta.get(META_ID)
+    message._record = record
+    message._time_us = time_us
+    message._body = _Unread
+    message._queue = queue
+    message._at = message._lease = lease
+    return message
 
 
 class Seen(Message):

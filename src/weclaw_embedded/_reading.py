@@ -110,10 +110,11 @@ class Reading(Segments):
                 return window[at + _ALONE_BYTES : end], time_us
         return self._read_elsewhere(offset)
 
-    def read_each(self, offsets: Iterable[int]) -> Iterator[tuple[bytes, int] | None]:
-        """Yield what `read_with_time` returns for each, None where it would raise: what was put
+    def read_each(self, offsets: Iterable[int]) -> list[tuple[bytes, int] | None]:
+        """Return what `read_with_time` does for each, None where it would raise: what was put
         together is read together.
         """
+        records: list[tuple[bytes, int] | None] = []
         begin, data, lengths, time_us, _ = self._part
         if begin >> self.bits < self.state.words[HEAD]:
             begin, data, lengths, time_us, _ = _NO_PART
@@ -122,15 +123,15 @@ class Reading(Segments):
             length = lengths.get(at)
             if length is not None:
                 at += ENVELOPE_BYTES
-                yield data[at : at + length], time_us
+                records.append((data[at : at + length], time_us))
                 continue
             try:
-                found = self.read_with_time(offset)
+                records.append(self.read_with_time(offset))
             except (LookupError, CorruptError):
-                yield None
+                records.append(None)
             else:
                 begin, data, lengths, time_us, _ = self._part
-                yield found
+        return records
 
     def _read_elsewhere(self, offset: int) -> tuple[bytes, int]:
         """`read_with_time` of what is not at hand."""

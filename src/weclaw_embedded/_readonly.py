@@ -37,7 +37,7 @@ from ._options import StoreOptions
 from ._scan import BadPartError, collect
 from ._scratch import PAGE_NAME, scratch_of
 from ._segments import Segments
-from ._session import Record, Session
+from ._session import Record, Session, begin
 from ._shared import DEAD_SEQ, FAILED, SHIFT
 from ._wake import Timer, Waiter, Waker
 from ._watch import asker_of
@@ -167,7 +167,7 @@ class ReadonlyEngine(Engine):
             for _ in range(_LOOKS):
                 self._follow()
                 head = words[HEAD]
-                session = _Session(self)
+                session = begin(_Session, self)
                 session._tx = self.index.write()
                 try:
                     result = operation(session, *args)

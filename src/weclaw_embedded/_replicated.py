@@ -25,7 +25,7 @@ from ._feeder import RECORD_NAME, normal, read_record, write_record
 from ._format import PRIMARY
 from ._replication import Replication
 from ._rounds import fenced_error
-from ._session import ALL, OS, REPLICA, Session
+from ._session import ALL, OS, REPLICA, Session, begin
 from ._shared import (
     IS_COPY,
     IS_FENCED,
@@ -52,15 +52,11 @@ class ReplicatedSession(Session):
     replica. What was promised nothing (a lease, a judgement) comes without a policy.
     """
 
-    __slots__ = ("puts", "settles", "voids")
     sync_from = 0
     replicated = True
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.puts: list[int] | None = None
-        self.settles = False
-        self.voids = self.page.words[VOIDS]
+    puts: list[int] | None = None
+    settles = False
+    voids: int  # as they were when it began
 
     def append(
         self,
@@ -168,13 +164,17 @@ def session_of(engine: Engine, mode: int) -> Session:
     """The kind of session for a file with this REPLICATION word."""
     if engine.replication is None:
         if mode & IS_FENCED:
-            return FencedSession(engine)
+            return begin(FencedSession, engine)
         if mode & IS_COPY:
-            return CopySession(engine)
+            return begin(CopySession, engine)
         engine.timer.call_at(0.0, lambda: follow(engine))
     elif mode & IS_FENCED:
-        return FencedSession(engine)
-    return ReplicatedSession(engine) if mode & SYNC_WANTED else Session(engine)
+        return begin(FencedSession, engine)
+    if not mode & SYNC_WANTED:
+        return begin(Session, engine)
+    session = begin(ReplicatedSession, engine)
+    session.voids = engine.page.words[VOIDS]
+    return session
 
 
 def configure(engine: Engine) -> None:

@@ -52,7 +52,14 @@ from ._shared import (
     WANTED,
 )
 from ._stream import DIVERGED, HIGHER_EPOCH, NOT_A_COPY, OTHER_STORE
-from ._wake import FEED_BYTE, READY_BYTE, REPLICATED_BYTE, SETTLED_BYTE, Waiter, open_pipe
+from ._wake import (
+    FEED_BYTE,
+    READY_BYTE,
+    REPLICATED_BYTE,
+    SETTLED_BYTE,
+    open_pipe,
+    waiter_for,
+)
 from .errors import (
     DiskFullError,
     WeclawError,
@@ -94,7 +101,7 @@ class Replication(Rounds):
         self._said = ""
         self._options_seq = -1
         self._thread: threading.Thread | None = None
-        self._waker_hook = Waiter(REPLICATED_BYTE, self._on_replicated)
+        self._waker_hook = waiter_for(REPLICATED_BYTE, self._on_replicated)
 
     def start(self) -> None:
         self._listen()

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _clock
 from ._index import IndexFullError, Tx
@@ -24,6 +24,11 @@ from .wal import COMMIT, TAIL, WRITING
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._shared import SharedPage
+    from .wal import Log
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Session")
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -40,8 +45,14 @@ Appended = tuple[int, int, Record]  # offset, time, record
 
 
 class Session:
-    """One turn under the write lock. Operations get it as their first argument."""
+    """One turn under the write lock, made by `begin`. Operations get it as their first argument."""
 
+    engine: Engine
+    log: Log
+    page: SharedPage
+    now_us: int  # queue time
+    start: int  # where the log ends
+    tail: int  # the same; once the turn is finished, with what was appended
     # The defaults stand in the class: a session is made for each turn.
     may_write = True
     sync_from = SYNC  # what is promised this or more is waited for
@@ -67,17 +78,8 @@ class Session:
     ended: tuple[Any, ...] = ()
     _steps: tuple[tuple[Callable[[], None], bool], ...] = ()  # see `when_written`
     _sync_from = 0
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.log = engine.log
-        page = self.page = engine.page
-        self.now_us = _clock.boottime_us() + engine.shift
-        # Where the log ends; `tail` once it is finished, with what was appended.
-        self.start: int = page.words[TAIL]
-        self.tail = self.start
-        self._tx: Tx | None = None
-        self._appended: list[Appended] | None = None
+    _tx: Tx | None
+    _appended: list[Appended] | None
 
     @property
     def tx(self) -> Tx:
@@ -287,6 +289,26 @@ class Session:
         refused = isinstance(error, Full) and not (self._appended or self.imagined)
         if not (refused and tx.keep(words[TAIL])):
             tx.abort()
+
+
+def begin(kind: type[S], engine: Engine) -> S:
+    """Begin a turn of this kind."""
+    # One is made for each turn: by `__init__` that would cost twice as much until Python 3.13.
+    session = kind()
+    session.engine = engine
+    session.log = engine.log
+    page = session.page = engine.page
+    session.now_us = _clock.boottime_us() + engine.shift
+    session.start = session.tail = page.words[TAIL]
+    session._tx = None
+    session._appended = None
+    return session
+
+
+def spread(session: Session, what: tuple[Callable[..., T], tuple[Any, ...]]) -> T:
+    """The operation that runs another one, with as many arguments as that takes."""
+    operation, args = what
+    return operation(session, *args)
 
 
 class Job:

@@ -86,6 +86,12 @@ def end(session: Session, lease: Lease, record: _records.Record, policy: int | N
         session.ready |= mask  # the next of its key, or the next suspect, may go
 
 
+def end_by(session: Session, what: tuple[Lease, _records.Record, int]) -> None:
+    """`end`, for `Engine.run`."""
+    lease, record, policy = what
+    end(session, lease, record, policy)
+
+
 def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
     """What was appended in this turn ends these leases."""
     session.ended += tuple(leases)

@@ -22,6 +22,7 @@ from ._delivery import (
     backoff_us,
     begin_group,
     place,
+    taken_of,
 )
 from ._index import GroupState, Picks, Row, Tx
 from ._options import RetryPolicy
@@ -80,24 +81,30 @@ def take(
             suspects = engine.suspects_held() if engine.suspects else 0
             visible = page.visible(session.log.pending_tail)
             if choose is None:
-                picks = tx.pick(group, n, visible=visible, now_us=now_us, suspects=suspects)
+                picks = tx.pick(group, n, visible, now_us, suspects)
             else:
                 picks = choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
             if picks[0]:
                 if not words[SPARES]:
                     picks = _endable(session, picks)
                 leases = _lease(session, tx, address, group, picks, now_ns, visibility_s)
-                return Taken(leases, dead)
+                return taken_of(leases, dead)
         look_again_us = next_look(session, group)
     if waiter is not None:
         engine.waker.add(waiter)
         waiter.seen = page.visible(session.log.pending_tail)
         page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
-    taken = Taken([], dead)
+    taken = taken_of([], dead)
     taken.look_again_us = look_again_us
     if group.paused_until_us > now_us:
         taken.paused = _pause_of(group, now_us)
     return taken
+
+
+def take_by(session: Session, what: tuple[Address, int, float | None, Waiter | None]) -> Taken:
+    """`take`, for `Engine.run`."""
+    address, n, visibility_s, waiter = what
+    return take(session, address, n, visibility_s, waiter)
 
 
 def _pause_of(group: GroupState, now_us: int) -> str:
@@ -163,22 +170,25 @@ def _lease(
     leases: list[Lease] = []
     salt, segment = 0, -1
     for offset in offsets:
+        lease = Lease()
         if offset >> bits != segment:
+            segment = offset >> bits
             try:
                 salt = log.salt(offset)
             except LookupError:  # carried up, and that segment was freed
-                location, salt = place(session, offset)
-                lease = Lease(
-                    engine, holder, tid, mask, gid, offset, salt, deadline_ns, visibility_s
-                )
-                lease.location = location
-                leases.append(lease)
+                lease.location, salt = place(session, offset)
                 segment = -1
-                continue
-            segment = offset >> bits
-        leases.append(
-            Lease(engine, holder, tid, mask, gid, offset, salt, deadline_ns, visibility_s)
-        )
+        # Not by `__init__`, which would cost three times as much until Python 3.13.
+        lease.engine = engine
+        lease.holder = holder
+        lease.tid = tid
+        lease.mask = mask
+        lease.gid = gid
+        lease.offset = offset
+        lease.salt = salt
+        lease.deadline_ns = deadline_ns
+        lease.visibility_s = lease.length_s = visibility_s
+        leases.append(lease)
     if rows:
         for lease in leases:
             row = rows.get(lease.offset)

@@ -48,17 +48,14 @@ class Waiter:
     """One thread's or task's wait. `wake` may come from any thread, any number of times.
 
     Most are made for nothing, as something is there at once: it costs little until it is added.
+    See `waiter_for`.
     """
 
+    kind = READY_BYTE
     woken = False
     seen = -1  # up to where messages were visible when it was registered by one who wants some
     callback: Callable[[], None] | None = None
     _lock: threading.Lock | None = None  # to sleep on; none before it is armed
-
-    def __init__(self, kind: bytes, callback: Callable[[], None] | None = None) -> None:
-        self.kind = kind
-        if callback is not None:
-            self.callback = callback
 
     def arm(self) -> None:
         """Get ready to sleep. One that was woken before won't."""
@@ -88,6 +85,14 @@ class Waiter:
         assert lock is not None, "it was added before"
         lock.acquire(timeout=max(0.0, timeout_s))
         return self.woken
+
+
+def waiter_for(kind: bytes, callback: Callable[[], None] | None = None) -> Waiter:
+    """One that waits for this, and calls `callback` instead of waking a thread, if there is one."""
+    waiter = Waiter()
+    waiter.kind = kind
+    waiter.callback = callback
+    return waiter
 
 
 def pipe_path(directory: str, slot: int) -> str:
@@ -188,7 +193,7 @@ class Waker:
 
     def _run(self) -> None:
         while not self._closed:
-            waiter = Waiter(_NO_BYTE)  # it only takes its turn to read
+            waiter = waiter_for(_NO_BYTE)  # it only takes its turn to read
             with self._lock:
                 self._add(waiter)
             self.wait(waiter, _LONG_S)

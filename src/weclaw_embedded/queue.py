@@ -21,7 +21,7 @@ from ._asking import Asking
 from ._delivery import Address, Encoded, Lease, Terms, new_waiter
 from ._engine import Engine
 from ._handle import Holder, check_text, deadline_of, us_until
-from ._message import Message
+from ._message import Message, message_of
 from ._options import (
     UNSET,
     QueueOptions,
@@ -35,7 +35,7 @@ from ._records import MAX_DELIVER, NoRecordError, group_id
 from ._session import BATCH, POLICIES
 from ._shared import SETTLED
 from ._transaction import Transaction
-from ._wake import READY_BYTE, Waiter
+from ._wake import Waiter
 from .dlq import DeadLetterQueue
 from .errors import (
     ClosedError,
@@ -440,12 +440,12 @@ class Queue(Asking):
         if visibility_timeout is not UNSET:
             visibility_s = self._visibility(visibility_timeout)
         until_s = None if block is True and timeout is None else deadline_of(block, timeout)
-        waiter = None if until_s == 0.0 else Waiter(READY_BYTE)
+        waiter = None if until_s == 0.0 else Waiter()
         while True:
             try:
                 if engine.others:
                     engine.fold_ahead()
-                taken = engine.execute(_taking.take, self._address, n, visibility_s, waiter)
+                taken = engine.run(_taking.take_by, (self._address, n, visibility_s, waiter))
             except BaseException:
                 if waiter is not None:
                     engine.waker.discard(waiter)
@@ -469,7 +469,7 @@ class Queue(Asking):
             if waiter is not None:
                 self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
                 in_time = until_s is None or time.monotonic() < until_s
-                waiter = Waiter(READY_BYTE) if in_time else None
+                waiter = Waiter() if in_time else None
             else:
                 engine.settle_left()
                 raise _taking.nothing_ready(self._address, taken.paused)
@@ -492,7 +492,7 @@ class Queue(Asking):
             if found is not None:
                 record, time_us = found
                 try:
-                    messages.append(kind(self, lease, record, time_us))
+                    messages.append(message_of(kind, self, lease, record, time_us))
                     continue
                 except NoRecordError:
                     pass  # a message that was carried up
@@ -506,11 +506,13 @@ class Queue(Asking):
         location = lease.location or lease.offset
         try:
             record, time_us = engine.log.read_with_time(location)
-            return kind(self, lease, record, time_us)
+            return message_of(kind, self, lease, record, time_us)
         except (LookupError, CorruptError, NoRecordError):
             # Carried up, now or before; or damaged.
             content = self._read(lease.offset, location, lease.salt)
-        return None if content is None else kind(self, lease, content._record, content._time_us)
+        if content is None:
+            return None
+        return message_of(kind, self, lease, content._record, content._time_us)
 
     def __iter__(self) -> Iterator[Message]:
         """The next message, and the next, waiting for each, until the queue is closed."""

@@ -31,7 +31,7 @@ from typing import Any, Final
 from ._async import AsyncMessage
 from ._async_queue import AsyncQueue
 from ._io import Written, io_of
-from ._message import Message, Renewal, clip, describe
+from ._message import Message, Renewal, clip, describe, message_of
 from ._options import check_count, check_seconds, check_timeout
 from .errors import ClosedError, DiskFullError, LeaseLostError, StorageError
 from .queue import Queue
@@ -364,7 +364,7 @@ class _Run:
             )
         else:
             msg = self._msg
-            plain = Message(msg._queue, msg._held(), msg._record, msg._time_us)
+            plain = message_of(Message, msg._queue, msg._held(), msg._record, msg._time_us)
             working = worker._threads.start(worker._handler, plain)
         result = await self._in_time(working)
         if inspect.isawaitable(result):
