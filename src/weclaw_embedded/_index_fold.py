@@ -117,8 +117,8 @@ class Fold(Keep):
             raise self._failed(error) from error
 
     def apply_own(self, told: list[Told]) -> None:
-        """`apply` several records that this process has just written: the ACKs of many messages
-        often, and nothing else, which are read at one stroke.
+        """`apply` several records that this process has just written: often the ACKs of many
+        messages of one group, and nothing else, which are read at one stroke.
         """
         _, times, parts = zip(*told, strict=True)
         records = [*map(b"".join, parts)]
