@@ -56,6 +56,22 @@ def together(messages: Sequence[Encoded]) -> Sequence[Encoded]:
     return [([*chain.from_iterable(bodies)], terms[0])]
 
 
+def put_by(
+    session: Session,
+    what: tuple[
+        Address,
+        Sequence[Encoded],
+        int,
+        int,
+        Waiter | None,
+        Callable[[list[int]], None] | None,
+    ],
+) -> list[str]:
+    """`put`, for `Engine.run`."""
+    address, messages, policy, maxsize, waiter, tell_dead = what
+    return put(session, address, messages, policy, maxsize, waiter, tell_dead)
+
+
 def put(
     session: Session,
     address: Address,

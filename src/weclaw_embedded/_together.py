@@ -29,6 +29,7 @@ from ._shared import REPLICATION, SharedPage
 from .errors import DiskFullError
 
 T = TypeVar("T")
+What = TypeVar("What")
 Args = TypeVarTuple("Args")
 
 # Operations of other threads that one runs with his own.
@@ -74,34 +75,30 @@ class Together:
         @property
         def replica_timeout(self) -> float: ...
 
-        def execute(
-            self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
-        ) -> T: ...
+        def run(self, operation: Callable[[Session, What], T], what: What) -> T: ...
 
         def turn(
             self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
         ) -> T: ...
 
-    def execute_together(
-        self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
-    ) -> T:
-        """`execute`, for what many threads do at once: run and synced with what they want."""
+    def run_together(self, operation: Callable[[Session, What], T], what: What) -> T:
+        """`Engine.run`, for what many threads do at once: run and synced with what they want."""
         if threading.get_ident() == _main_thread:
-            return self.execute(operation, *args)
+            return self.run(operation, what)
         job = None
         with self._lead_lock:
             if self._led:
-                job = Job(operation, *args)
+                job = Job(operation, what)
                 job.turn.acquire()
                 self._waiting.append(job)
             elif self.page.words[REPLICATION]:
-                # `execute` would wait for the replica, and lead for as long as that takes.
-                job = Job(operation, *args)
+                # `run` would wait for the replica, and lead for as long as that takes.
+                job = Job(operation, what)
                 job.leads = True
             self._led = True
         if job is None:
             try:
-                return self.execute(operation, *args)
+                return self.run(operation, what)
             finally:
                 self._pass_on()
         if not job.leads:
@@ -112,7 +109,7 @@ class Together:
         if job.leads:
             self._lead(job)
         if job.tail is None or isinstance(job.error, DiskFullError):
-            return self.execute(operation, *args)
+            return self.run(operation, what)
         if job.error is not None:
             raise job.error
         if job.must_sync:

@@ -341,14 +341,16 @@ class Queue(Asking):
         may_reclaim = True  # settled space is freed before anything is refused
         while True:
             try:
-                ids = engine.execute_together(
-                    _putting.put,
-                    self._address,
-                    messages,
-                    self._policy,
-                    self.maxsize,
-                    waiter,
-                    self._remember_dead,
+                ids = engine.run_together(
+                    _putting.put_by,
+                    (
+                        self._address,
+                        messages,
+                        self._policy,
+                        self.maxsize,
+                        waiter,
+                        self._remember_dead,
+                    ),
                 )
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
