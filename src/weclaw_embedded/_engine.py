@@ -4,7 +4,7 @@ Role: run operations under the write lock, write what they append, make it durab
 wait for it. The one commit sentence, and the function that says each part of it:
 
     append (`Session.append`) -> write (`Session.finish`) -> sync, publish the commit point
-    (`Durability._sync_once`) -> answer (`Engine.execute` returns); applying to the index is done
+    (`Durability._sync_once`) -> answer (`Engine.run` returns); applying to the index is done
     in the same session when the index is open, else by whoever opens it next (`Session.tx`).
 
 Invariants:

@@ -1,7 +1,7 @@
 """One turn under the write lock: what an operation sees, appends and asks for.
 
     append (`Session.append`) -> write (`Session.finish`); the sync, the commit point and the answer
-    follow in `Engine.execute`. Applying to the index is done in the same session when the index is
+    follow in `Engine.run`. Applying to the index is done in the same session when the index is
     open, else by whoever opens it next (`Session.tx`).
 
 A session that fails leaves nothing: what it appended is discarded before it was written. It must
