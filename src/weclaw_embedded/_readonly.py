@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from typing_extensions import TypeVarTuple, Unpack
-
 from . import _clock, _files, _locks
 from ._engine import Engine
 from ._finding import recorded_head
@@ -45,7 +43,7 @@ from .errors import ClosedError, CorruptError, StorageError
 from .wal import COMMIT, HEAD, LAST, TAIL, Log, LogState
 
 T = TypeVar("T")
-Args = TypeVarTuple("Args")
+What = TypeVar("What")
 _WORDS = 512
 LOOK_AGAIN_S = 0.25
 # How often it looks anew when what it reads is given back meanwhile.
@@ -112,7 +110,7 @@ class _Session(Session):
 
     @property
     def tx(self) -> Tx:
-        assert self._tx is not None, "opened by execute"
+        assert self._tx is not None, "opened by `run`"
         return self._tx
 
 
@@ -159,8 +157,8 @@ class ReadonlyEngine(Engine):
         self.effective = {}
         self.options_seen = -1
 
-    def execute(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """Run `operation` on what the file says now, and drop what it judged."""
+    def run(self, operation: Callable[[Session, What], T], what: What) -> T:
+        """Run `operation(session, what)` on what the file says now, and drop what it judged."""
         words = self._looked.words
         gone: LookupError | None = None
         with self._lock:
@@ -170,7 +168,7 @@ class ReadonlyEngine(Engine):
                 session = begin(_Session, self)
                 session._tx = self.index.write()
                 try:
-                    result = operation(session, *args)
+                    result = operation(session, what)
                     if words[HEAD] == head:
                         return result
                 except LookupError as error:
