@@ -99,6 +99,10 @@ class Session:
             tx.apply(self._appended)
         return tx
 
+    def visible(self) -> int:
+        """Puts below this offset may be delivered, those of this turn with them."""
+        return self.page.visible(self.log.pending_tail if self._appended else self.start)
+
     def append(
         self,
         records: Sequence[Record],

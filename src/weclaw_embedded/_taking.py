@@ -58,7 +58,7 @@ def take(
         engine.unmark()
     if not session.may_write:
         session.check_writable()
-    tx = session.tx
+    tx = session._tx or session._open()  # as `session.tx`, whose call costs four times as much
     group = tx.group(address.gid)
     if group is None or not group.name:
         group = begin_group(session, address)
@@ -79,7 +79,7 @@ def take(
             ):  # else nothing has ended by itself
                 sweep(session, tx, group, address.retry, now_ns, dead)
             suspects = engine.suspects_held() if engine.suspects else 0
-            visible = page.visible(session.log.pending_tail)
+            visible = session.visible()
             if choose is None:
                 picks = tx.pick(group, n, visible, now_us, suspects)
             else:
