@@ -38,7 +38,7 @@ POLICIES: Final = {"os": OS, "batch": BATCH, "sync": SYNC}
 ALL: Final = (1 << 64) - 1
 
 # From here on it is worth a call of the system to have the disk begin before the sync.
-_LONG_BYTES: Final = 16 << 10
+_LONG_BYTES: Final = 8 << 10
 
 Record = Sequence[bytes | memoryview]
 Appended = tuple[int, int, Record]  # offset, time, record
