@@ -250,7 +250,12 @@ class AsyncQueue:
             await in_pool(queue._take, n, block, timeout, visibility_timeout)
         io = io_of(engine)
         call = TakeCall(io.loop(), self._source, min(n, 0xFFFF), visibility_s, until_s)
-        taken: list[AsyncMessage] = await io.wait(call)
+        io.submit(call)  # from here on `Io.wait`, written out
+        try:
+            taken: list[AsyncMessage] = await call
+        except BaseException:
+            io.abandon(call)
+            raise
         return taken
 
     def __aiter__(self) -> AsyncIterator[AsyncMessage]:

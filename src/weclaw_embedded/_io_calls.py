@@ -349,6 +349,10 @@ class Takes:
         self.calls: deque[TakeCall] = deque()
         self.look_at_s: float | None = None
 
+    def are_of(self, call: TakeCall) -> bool:
+        """Whether this one waits for the same."""
+        return call.source is self.source and call.visibility_s == self.visibility_s
+
     def drop_finished(self) -> None:
         if any(call.cancelled or call.over for call in self.calls):
             self.calls = deque(c for c in self.calls if not (c.cancelled or c.over))

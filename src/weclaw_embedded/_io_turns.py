@@ -141,28 +141,38 @@ class Turns:
         for queue, run in groupby(calls, _merging):
             alive = [call for call in run if not call.cancelled]
             if queue is None:
-                for call in alive:
-                    self._take_one_in(turn, call)
+                self._take_each_in(turn, alive)
             elif alive:
                 messages = messages_of(cast("list[PutCall]", alive))
                 put = Job(_putting.put, queue._address, messages, queue._policy, 0)
                 turn.add(put, alive)
 
-    def _take_one_in(self, turn: Turn, call: Call) -> None:
-        if isinstance(call, Op):
-            self._attempt_later(turn, call)
-        elif isinstance(call, TakeCall):
-            key = (id(call.source), call.visibility_s)
-            takes = self._takes.get(key)
-            if takes is None:
-                takes = self._takes[key] = Takes(call.source, call.visibility_s)
-            takes.calls.append(call)
-            if takes not in turn.takes:
-                turn.takes.append(takes)
-        elif isinstance(call, SyncCall):
+    def _take_each_in(self, turn: Turn, calls: list[Call]) -> None:
+        takes: Takes | None = None
+        syncs: list[SyncCall] = []
+        for call in calls:
+            if isinstance(call, TakeCall):
+                if takes is None or not takes.are_of(call):
+                    takes = self._takes_of(turn, call)
+                takes.calls.append(call)
+            elif isinstance(call, SyncCall):
+                syncs.append(call)
+            elif isinstance(call, Op):
+                self._attempt_later(turn, call)
+        if syncs:
             with self._lock:
-                self._to_sync.append(call)
-                self._sync_until = max(self._sync_until, call.until)
+                self._to_sync += syncs
+                self._sync_until = max(self._sync_until, *[call.until for call in syncs])
+
+    def _takes_of(self, turn: Turn, call: TakeCall) -> Takes:
+        """Those that wait for the same as this one; they look in this turn."""
+        key = (id(call.source), call.visibility_s)
+        takes = self._takes.get(key)
+        if takes is None:
+            takes = self._takes[key] = Takes(call.source, call.visibility_s)
+        if takes not in turn.takes:
+            turn.takes.append(takes)
+        return takes
 
     def _attempt_later(self, turn: Turn, call: Op) -> None:
         waits = call.until_s != 0.0
@@ -276,7 +286,8 @@ class Turns:
             else:
                 call.value = result
             call.over = True
-            self._if_cancelled(call)
+            if call.cancelled:
+                self._give_back(call)
         else:
             values: Iterable[Sequence[str]] = zip(result, strict=True)
             if len(result) > len(calls):  # not one message each
@@ -350,29 +361,21 @@ class Turns:
     def _hand_out(self, turn: Turn, calls: deque[TakeCall], made: list[tuple[Lease, Any]]) -> None:
         at = 0
         while calls and at < len(made):
-            call = calls[0]
+            call = calls.popleft()
             if call.cancelled or call.over:
-                calls.popleft()
                 continue
             mine = made[at : at + call.n]
             at += len(mine)
-            calls.popleft()
-            call.value = [what for _, what in mine]
-            call.leases = [lease for lease, _ in mine]
+            leases, values = zip(*mine, strict=True)
+            call.leases = [*leases]
+            call.value = [*values]
             call.over = True
-            self._hand_over(turn, call)
+            if call.cancelled:
+                self._give_back(call)  # type: ignore[unreachable]  # its loop may say so any time
+            else:
+                turn.answers.append(call)
         if at < len(made):
             self.undo([lease for lease, _ in made[at:]])
-
-    def _if_cancelled(self, call: Call) -> None:
-        if call.cancelled:
-            self._give_back(call)
-
-    def _hand_over(self, turn: Turn, call: TakeCall) -> None:
-        if call.cancelled:
-            self._give_back(call)
-        else:
-            turn.answers.append(call)
 
     # -- what waits --------------------------------------------------------------------------------
 
