@@ -72,8 +72,8 @@ class Source(Protocol):
 
 class Call:
     """Something one task waits for. What few have stands in the class: making calls is half of what
-    a put costs the loop. What nearly all get is set when one is made: names that come when there
-    are many are kept for each of them.
+    a put costs the loop. What nearly all get is set when one is made: an attribute that is new to
+    the class when many of them are there would cost each a dict of its own.
 
     It is awaited itself. To its task it is a future, by the names that tasks know futures by; but
     when it is answered the task runs on at once, in the callback that answers the whole group, and
