@@ -22,7 +22,7 @@ import contextlib
 from typing import Final
 
 from . import _files, _records
-from ._delivery import place, waiting_in
+from ._delivery import place, set_aside, waiting_in
 from ._engine import Engine
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
@@ -229,14 +229,16 @@ def _carries(
     engine = session.engine
     log = session.log
     puts: list[tuple[int, bytes, int]] = []
+    lost: list[tuple[int, str]] = []
     n_bytes = 0
     for offset in live:
         try:
             record, time_us = engine.put_and_time(place(session, offset)[0])
-        except CorruptError:
+        except CorruptError as error:
             if not harmed:
                 raise
-            continue  # nothing to carry; it is reported where it is read
+            lost.append((offset, error.reason))
+            continue
         put = bytes(record)
         puts.append((offset, put, time_us))
         n_bytes += len(put) + _CARRIED_BYTES
@@ -256,6 +258,9 @@ def _carries(
         return None
     if not (few or is_tight) and tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2:
         return None
+    for offset, reason in lost:
+        # There is nothing to carry, and nobody could come upon it any more.
+        set_aside(session, offset, reason)
     return [_carry(session, tx, offset, put, time_us, harmed) for offset, put, time_us in puts]
 
 

@@ -304,7 +304,14 @@ class Segments:
         return self.bytes_used() + (more + 1) * self.segment_bytes
 
     def end_time_us(self, segment: int) -> int:
-        """When the log went on from this segment to the next one; 0 when that can't be read."""
-        slot = self._find_slot(segment + 1)
-        header = None if slot is None else self.read_slot(slot)
-        return 0 if header is None else header.created_us
+        """When the log went on from this segment to the next one, or, where that can't be read, to
+        the first one after it that says so: what is kept for a time is then kept for longer.
+        """
+        following = self.next_present(segment)
+        while following is not None:
+            slot = self._find_slot(following)
+            header = None if slot is None else self.read_slot(slot)
+            if header is not None:
+                return header.created_us
+            following = self.next_present(following)
+        return 0

@@ -18,7 +18,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _names, _records, threads
+from weclaw_embedded import _files, _names, _reclaim, _records, threads
 from weclaw_embedded.wal import HEAD
 
 
@@ -469,6 +469,58 @@ def test_what_is_damaged_and_in_the_way_of_reclaim_stops_nothing(path, what):
         if what == "the result":
             with pytest.raises(weclaw.SerializationError):
                 store.queue(group="done").result(id)
+
+
+@pytest.mark.parametrize("how", ["delayed", "delayed with a key", "dead"])
+def test_a_damaged_message_whose_segment_is_freed_is_in_nobodys_way(path, how):
+    """It is set aside when its space goes: nobody comes upon it where it is no more."""
+    body = b"m" * 60
+    with weclaw.open(path, retention=0, segment_bytes=2**16, flush="os") as store:
+        done = store.queue(group="done")
+        waits = store.queue(group="waits", retry=weclaw.RetryPolicy(backoff=2.0))
+        done.put(body, key="k" if "key" in how else None)
+        done.get().ack()
+        msg = waits.get()
+        if how == "dead":
+            msg.fail("blocked")
+        else:
+            msg.nack()
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.seek(content.index(body) + 30)
+            file.write(b"!")
+        store._engine.log.forget_read()
+        for n in range(200):
+            done.put(b"%d" % n * 300)
+            for q in (done, waits):
+                q.get(timeout=30).ack()
+        eventually(lambda: store._engine.log.head_offset > 2**16)
+        assert [(offset, reason) for offset, reason in store.verify() if offset == msg.offset]
+        done.put("after", key="k")
+        assert waits.get(timeout=30).body == "after"
+        assert list(waits.dlq) == []
+        assert waits.dlq.redrive() == 0
+        assert waits.stats()[:4] == (0, 0, 1, 0)
+
+
+def test_what_is_retained_stays_where_the_next_segment_is_lost(path):
+    """When a segment ended is not known then; a later one says when it had."""
+    with weclaw.open(path, segment_bytes=2**16) as store:
+        q = store.queue()
+        ids = []
+        for n in range(60):
+            ids.append(q.put(b"%d" % n * 2000))
+            q.get().ack(result=n)
+        slot = store._engine.log.slot_position(store._engine.log.slot_of(1))
+    data = bytearray(path.read_bytes())
+    for at in (slot, slot + 2**16 - 64):
+        data[at : at + 64] = bytes(64)
+    path.write_bytes(data)
+    with weclaw.open(path) as store:
+        wait_s = _reclaim.take_step(store._engine, False)
+        assert wait_s is not None
+        assert wait_s > 3600
+        assert store.queue().result(ids[0]) == 0
 
 
 def test_verify_writes_nothing_and_repair_mends(path):
