@@ -297,7 +297,12 @@ def test_on_dead_for_what_made_room(path, open_queue, put):
     time.sleep(0.02)
     put(path, {"on_dead": called.append})
     eventually(lambda: [x.body for x in called] == ["late"])
-    gc.collect()  # what `put` left open, here, where the warning of it is expected
+
+    def is_gone():
+        gc.collect()  # what `put` left open, here, where the warning of it is expected
+        return not threads_for_on_dead()  # which may have it a moment longer
+
+    eventually(is_gone)
 
 
 def descriptors_of(path):
