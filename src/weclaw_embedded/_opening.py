@@ -26,7 +26,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from . import _clock, _disk, _files, _locks, _names
@@ -359,26 +359,52 @@ def attach_page(
     return None
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What those who had the file open before us in this boot have left of their page."""
+
+    same_boot: bool = False  # False: nothing, and all else is as it is here
+    failed: bool = False  # a sync
+    doubtful: bool = False  # something could not be read
+    commit: int = 0
+    near: int = 0  # where the last frame began
+    shift: int | None = None  # of queue time
+    replica: list[int] = field(default_factory=list)  # what was known of it
+
+    @property
+    def cache_is_true(self) -> bool:
+        return self.same_boot and not self.failed
+
+
+def _look_before(directory: str, fd: int, header: FileHeader) -> _Before:
+    page = attach_page(directory, fd, header)
+    if page is None:
+        # Also when the one before us died over the page he was making.
+        page_path = os.path.join(directory, PAGE_NAME)
+        kept = SharedPage.read_kept(page_path, header.store_id, _clock.boot_id())
+        return _Before(replica=kept)
+    words = page.words
+    before = _Before(
+        True,
+        bool(words[FAILED]),
+        bool(words[READ_AGAIN]),
+        words[COMMIT],
+        words[LAST_FRAME],
+        page.shift,
+        page.replica_words(),
+    )
+    page.close()
+    return before
+
+
 def _open_first(
     path: str, fd: int, header: FileHeader, directory: str, complete: Complete | None
 ) -> Opened:
     """Recover the file for everybody. The caller holds *in use* exclusively."""
-    old = attach_page(directory, fd, header)
-    same_boot = old is not None
-    failed = old is not None and bool(old.words[FAILED])
-    # What could not be read may be readable by now, and what can't be by now is damage.
-    doubtful = old is not None and bool(old.words[READ_AGAIN])
-    commit = 0 if old is None else old.words[COMMIT]
-    near = 0 if old is None else old.words[LAST_FRAME]
-    shift = None if old is None else old.shift
-    page_path = os.path.join(directory, PAGE_NAME)
-    identity = (header.store_id, _clock.boot_id())
-    # Also when the one before us died over the page he was making.
-    replica = SharedPage.read_kept(page_path, *identity) if old is None else old.replica_words()
-    if old is not None:
-        old.close()
+    before = _look_before(directory, fd, header)
     make_directory(directory, fd)
-    page = SharedPage.create(page_path, fd, SharedPage.pack_kept(*identity, replica))
+    kept = SharedPage.pack_kept(header.store_id, _clock.boot_id(), before.replica)
+    page = SharedPage.create(os.path.join(directory, PAGE_NAME), fd, kept)
     index: Index | None = None
     try:
         remove_pipes(directory)
@@ -390,9 +416,7 @@ def _open_first(
             else None
         )
         marked = read_clean_mark(os.path.join(directory, INDEX_NAME)) is not None
-        index, recovery, rebuild = _recover(
-            directory, log, commit, near, same_boot, failed, more, doubtful
-        )
+        index, recovery, rebuild = _recover(directory, log, before, more)
         page.share_unread(log.unread)
         # Who only looks has nothing to write or to sync at its end.
         page.words[INDEX_SYNCED] = marked and not rebuild
@@ -402,10 +426,10 @@ def _open_first(
         for name in os.listdir(os.path.join(directory, INDEX_NAME)):
             _names.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.
-        page.shift = _new_shift(log) if shift is None else shift
-        page.keep_replica_words(replica)
+        page.shift = _new_shift(log) if before.shift is None else before.shift
+        page.keep_replica_words(before.replica)
         slot, token = take_owner_slot(fd, page)
-        if old is None:
+        if not before.same_boot:
             # Whoever made the file may have died, or not have come to it, before its name was on
             # stable storage: what is promised from now on must not go with the name.
             _sync_name(path)
@@ -413,11 +437,12 @@ def _open_first(
         _stamp(page, header, fd)
         _locks.lock(fd, IN_USE, False)
     except BaseException:
-        if failed and shift is not None:
+        if before.failed and before.shift is not None:
             # Whoever tries next must know, too, that the cache may have what the disk lacks.
-            page.words[COMMIT], page.words[LAST_FRAME], page.words[FAILED] = commit, near, 1
-            page.shift = shift
-            page.keep_replica_words(replica)
+            words = page.words
+            words[COMMIT], words[LAST_FRAME], words[FAILED] = before.commit, before.near, 1
+            page.shift = before.shift
+            page.keep_replica_words(before.replica)
             _stamp(page, header, fd)
         page.close()
         if index is not None:
@@ -441,30 +466,27 @@ def _sync_name(path: str) -> None:
 def _recover(
     directory: str,
     log: Log,
-    commit: int,
-    near: int,
-    same_boot: bool,
-    failed: bool,
+    before: _Before,
     complete: Callable[[Mapping[str, Any]], bool] | None,
-    doubtful: bool,
 ) -> tuple[Index, Recovery, bool]:
     """Find the log's end, and an index that may be believed; True if it is to be folded anew, which
-    is begun here. With what is `doubtful` it always is.
+    is begun here.
     """
     index = None
-    if not doubtful:
-        index = believable_index(os.path.join(directory, INDEX_NAME), same_boot and not failed)
+    # What could not be read may be readable by now, and what can't be by now is damage.
+    if not before.doubtful:
+        index = believable_index(os.path.join(directory, INDEX_NAME), before.cache_is_true)
     rebuild = None
     if index is None:
         index = new_index(directory)
         rebuild = Rebuild(index, log)
     try:
         recovery = log.recover(
-            commit=commit,
-            cache_is_true=same_boot and not failed,
+            commit=before.commit,
+            cache_is_true=before.cache_is_true,
             whole=rebuild is not None,
-            failed=failed,
-            near=near if same_boot and not failed else 0,
+            failed=before.failed,
+            near=before.near if before.cache_is_true else 0,
             complete=None if complete is None else functools.partial(_complete, complete, index),
             follow=None if rebuild is None else rebuild.follow,
         )

@@ -45,13 +45,22 @@ __all__ = [
     "Segments",
 ]
 
-# Words of a LogState.  WRITING: 1 while frames are being written, 2 when they have to be undone.
-# SPARES: free slots that are zeroed, which is what a full disk is worked off with; 0 also while
-# there is a RESERVE, so that each put looks.  ANNOUNCED: the HEAD that the file itself records.
-# LAST_FRAME: where the last frame begins.  RESERVE: bytes of free slots that must be left for
-# work to be finished with, 0 while the disk has room enough; RESERVE_EACH: how many more with each
-# record that is put.  READ_AGAIN: 1 once something could not be read, or what was made of the log
-# may not be believed: whoever opens the file next looks at all of it.
+# Words of a LogState:
+#   TAIL          the offset where the log ends: the next frame goes there
+#   COMMIT        the commit point, an offset
+#   HEAD, LAST    the first segment that is kept, and the last
+#   WRITING       1 while frames are being written, 2 when they have to be undone
+#   SLOTS         how many slots the file has
+#   CHECKPOINT    where the last checkpoint's frame begins; 0: none is kept
+#   SPARES        free slots that are zeroed, which is what a full disk is worked off with; 0 also
+#                 while there is a RESERVE, so that each put looks
+#   ANNOUNCED     the HEAD that the file itself records
+#   LAST_FRAME    where the last frame begins
+#   RESERVE       bytes of free slots that must be left for work to be finished with; 0 while the
+#                 disk has room enough
+#   RESERVE_EACH  how many more with each record that is put
+#   READ_AGAIN    1 once something could not be read, or what was made of the log may not be
+#                 believed: whoever opens the file next looks at all of it
 TAIL, COMMIT, HEAD, LAST, WRITING, SLOTS, CHECKPOINT, SPARES, ANNOUNCED, LAST_FRAME = range(10)
 RESERVE, RESERVE_EACH, READ_AGAIN = 10, 11, 12
 WORDS = 16  # what a LogState must have room for; the others are kept for later

@@ -221,12 +221,12 @@ class Queue(Asking):
                 aware datetime; or whatever `codec` takes. What is a subclass of one of these (an
                 Enum of str, a namedtuple, an OrderedDict) comes back as the plain value that it
                 is equal to, or is refused where it is equal to none.
-            id: Makes the put idempotent: while a message of this id is kept (also settled, for at
-                least `retention`), nothing is stored. What recurs needs a date in its id.
-                It is kept while it waits, is leased or is dead, and once settled for `retention`
+            id: Makes the put idempotent: while a message of this id is kept, nothing is stored. It
+                is kept while it waits, is leased or is dead, and once settled for `retention`
                 (within `retention_bytes`) and until its space is reused, so for a while even where
-                retention is 0. What is to be put again each day has the day in its id.
-            key: Messages of one key are delivered in the order of their puts, one at a time.
+                retention is 0. What recurs needs a date in its id. At most 1024 bytes.
+            key: Messages of one key are delivered in the order of their puts, one at a time. At
+                most 64 KiB.
             priority: 0 to 9, higher first.
             delay: Not before so many seconds from now.
             eta: Not before that time (aware).
