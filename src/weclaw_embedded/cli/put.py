@@ -246,21 +246,52 @@ def _jsonl(fd: int) -> Iterator[Batch]:
 
 
 def _csv(fd: int) -> Iterator[Batch]:
-    with open(fd, encoding="utf-8-sig", newline="", closefd=False) as stream:
-        reader = csv.DictReader(stream, restval="", strict=True)
+    """Yield as `_batches` does; a record is named by the line on which it begins."""
+    with _decoded(fd) as lines:
+        reader = csv.reader(lines, strict=True)
         batch: list[tuple[int, Any]] = []
+        heading: list[str] = []
+        line = 1
         try:
             for row in reader:
-                if None in row:
-                    raise csv.Error("more fields than the heading has")
-                batch.append((reader.line_num, row))
-                if len(batch) == 1000:
-                    yield batch, None
-                    batch = []
-        except (csv.Error, UnicodeDecodeError) as error:
+                if row and not heading:
+                    heading = _heading(row)
+                elif row:  # a line with nothing in it is none
+                    if len(row) != len(heading):
+                        more = "more" if len(row) > len(heading) else "fewer"
+                        raise csv.Error(f"{more} fields than the heading has")
+                    batch.append((line, dict(zip(heading, row, strict=True))))
+                    if len(batch) == 1000:
+                        yield batch, None
+                        batch = []
+                line = reader.line_num + 1
+        except csv.Error as error:
+            yield batch, f"line {line} is not CSV: {error}"
+            return
+        except UnicodeDecodeError as error:  # maybe in the middle of a record
             yield batch, f"line {reader.line_num + 1} is not CSV: {error}"
             return
         yield batch, None
+
+
+@contextlib.contextmanager
+def _decoded(fd: int) -> Iterator[Iterator[str]]:
+    """The lines of a file, each decoded by itself: a stream would fail many lines ahead."""
+    with open(
+        fd, encoding="utf-8-sig", errors="surrogateescape", newline="", closefd=False
+    ) as stream:
+        yield (
+            line if line.isascii() else line.encode("utf-8", "surrogateescape").decode("utf-8")
+            for line in stream
+        )
+
+
+def _heading(names: list[str]) -> list[str]:
+    """The same names, if there is none twice: one column would be lost under the other."""
+    for name in names:
+        if names.count(name) > 1:
+            raise csv.Error(f"the heading has {common.excerpt(name)!r} twice")
+    return names
 
 
 def _field(body: Any, name: str | None, use: str) -> str | None:

@@ -1,0 +1,67 @@
+"""put: what is read from files and the command line, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+import weclaw_embedded as weclaw
+
+
+def bodies(file: Path) -> list[Any]:
+    with weclaw.Queue(file) as q:
+        return [one.body for one in q.peek(100)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "before"),
+    [
+        (b"id,id\n1,2\n", "line 1 is not CSV: the heading has 'id' twice", 0),
+        (b"\n\na,b,,\n1,2,3,4\n", "line 3 is not CSV: the heading has '' twice", 0),
+        (b"id,prompt\n1\n", "line 2 is not CSV: fewer fields than the heading has", 0),
+        (b"id,prompt\n1,2\n2,3,4\n", "line 3 is not CSV: more fields than the heading has", 1),
+        (b'id,prompt\n1,"a\nb"\n\n2,"c\nd",e\n', "line 5 is not CSV: more fields", 1),
+        (b'id,prompt\n1,2\n\n3,"4\n5\n', "line 4 is not CSV: unexpected end of data", 1),
+        (b'id,prompt\n1,2\n3,"4\n5\xff"\n', "line 4 is not CSV: 'utf-8' codec can't decode", 1),
+    ],
+    ids=["twice", "nameless twice", "short", "long", "after lines", "never closed", "no UTF-8"],
+)
+def test_csv_that_fits_no_heading_is_refused_at_its_line(
+    text: bytes, fault: str, before: int, file: Path, tmp_path: Path, ctl: Any
+) -> None:
+    """No column is lost and none is made up; what was before it is put."""
+    source = tmp_path / "tasks.csv"
+    source.write_bytes(text)
+    status, _, err = ctl("put", file, "--input", source)
+    assert status == 1
+    assert err.startswith(f"weclawctl: {fault}")
+    assert len(err.splitlines()) == 1
+    assert (len(bodies(file)) if before else file.exists()) == before
+
+
+def test_csv_is_read_whole(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """A mark at the beginning, quotes over lines, empty lines and fields, any end of line."""
+    source = tmp_path / "tasks.csv"
+    source.write_bytes('\ufeffid,说\r\n1,"a\nb, ""c"""\r\n\r\n2,\r\n3,ü'.encode())
+    assert ctl("put", file, "--input", source)[0] == 0
+    assert bodies(file) == [
+        {"id": "1", "说": 'a\nb, "c"'},
+        {"id": "2", "说": ""},
+        {"id": "3", "说": "ü"},
+    ]
+
+
+def test_the_line_of_a_record_of_csv_is_where_it_begins(
+    file: Path, tmp_path: Path, ctl: Any
+) -> None:
+    source = tmp_path / "tasks.csv"
+    source.write_text('id,note\n1,"a\nb"\n"","c\nd"\n', "utf-8")
+    _, _, err = ctl("put", file, "--input", source, "--id-field", "id")
+    assert err.startswith("weclawctl: line 4: ")
+    _, _, err = ctl("put", file, "--input", source, "--id-field", "none")
+    assert err.startswith("weclawctl: line 2: there is no field 'none'")
