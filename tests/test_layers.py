@@ -41,6 +41,7 @@ LAYERS = [
     ["_index"],
     ["_wake", "_shared"],
     ["_rebuild", "_scratch"],
+    ["_paths"],
     ["_opening"],
     ["_copy"],
     ["_feeder", "_receiver"],

@@ -23,8 +23,8 @@ from ._copy import Copy, check_is_file, is_same_file
 from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
 from ._format import COPY, FIRST, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
 from ._mend import find_slot, has_slot, unreadable
-from ._opening import read_header
 from ._options import StoreOptions
+from ._paths import read_header
 from ._recovery import recover_copy
 from ._scan import BadPartError, check_part
 from ._scratch import scratch_of

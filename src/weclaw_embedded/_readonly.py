@@ -30,8 +30,9 @@ from ._finding import recorded_head
 from ._format import FIRST, SLOT_BYTES
 from ._index import Index, Tx
 from ._lost_end import SEGMENT_LOST, find_lost
-from ._opening import OWNER, attach_page, check_path, is_new, read_header
+from ._opening import OWNER, attach_page
 from ._options import StoreOptions
+from ._paths import check_path, is_new, read_header
 from ._scan import BadPartError, collect
 from ._scratch import PAGE_NAME, scratch_of
 from ._segments import Segments

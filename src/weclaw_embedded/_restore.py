@@ -23,8 +23,9 @@ from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedEr
 from ._file_options import recorded_replica
 from ._format import COPY, PRIMARY, FileHeader
 from ._healing import NOBODY, complete, patience_of, replica_of
-from ._opening import IN_USE, Complete, check_path, is_new, refuse_left
+from ._opening import IN_USE, Complete
 from ._options import StoreOptions
+from ._paths import check_path, is_new, refuse_left
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
 from .errors import LockedError, NotAQueueError, StorageError, WeclawError
 

@@ -20,7 +20,6 @@ from . import _queries, _records, _registry
 from ._engine import Engine
 from ._format import DEFAULT_SEGMENT_BYTES
 from ._mend import backup, repair
-from ._opening import typed_errors
 from ._options import (
     UNSET,
     StoreOptions,
@@ -29,6 +28,7 @@ from ._options import (
     queue_options,
     store_options,
 )
+from ._paths import typed_errors
 from ._queries import GroupInfo
 from ._restore import end_of, restore_damaged, restore_missing
 from ._session import POLICIES

@@ -17,8 +17,9 @@ from ._copy import ROLE_NAMES, is_alive, lock_copy, read_role, role_of, write_ro
 from ._feeder import describe
 from ._format import DEFAULT_SEGMENT_BYTES, PRIMARY
 from ._healing import ask
-from ._opening import RECEIVER, check_path, read_header, typed_errors
+from ._opening import RECEIVER
 from ._options import store_options
+from ._paths import check_path, read_header, typed_errors
 from ._receiver import serve
 from ._recovery import recover_copy
 from ._shared import IS_COPY, IS_FENCED, REPLICATION

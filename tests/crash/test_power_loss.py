@@ -13,7 +13,7 @@ from tests.crash import power, workload
 from tests.crash.ledger import check
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _opening
+from weclaw_embedded import _files, _paths
 
 pytestmark = pytest.mark.crash
 
@@ -257,7 +257,7 @@ def test_a_name_is_on_the_disk_before_anything_is_promised(
         recorder = power.Recorder(directory, patch, "name")
         with monkeypatch.context() as dying:
             dying.setattr(_files, "sync_dir", lambda path: None)
-            _opening.create(str(directory / "tasks.wq"), 65536)
+            _paths.create(str(directory / "tasks.wq"), 65536)
         with weclaw.Queue(directory / "tasks.wq") as q:
             q.put("kept")
             promised = len(recorder.events)

@@ -1,0 +1,162 @@
+"""What stands at a path, before it is opened: what can be no queue is refused, a new one is made.
+
+Role: looks at names and kinds of files, and says in our words what the system says in its own. Who
+opens a file, to work with it, to look at it, as a copy or to restore it, asks here first.
+
+Invariant: nothing is touched but by `create`, which replaces nothing.
+
+It must not know what is done with an open file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from typing import Final
+
+from . import _clock, _disk, _files
+from ._format import HEADER_BYTES, FileHeader, unpack_header
+from ._scratch import PAGE_NAME, scratch_of
+from ._shared import SharedPage
+from .errors import DiskFullError, LockedError, NotAQueueError, StorageError, StoreFailedError
+from .wal import Log
+
+_MASK: Final = (1 << 64) - 1
+
+
+@contextlib.contextmanager
+def typed_errors(path: str) -> Iterator[None]:
+    """Errors of the disk while a file is opened as those that users are told of."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _files.FULL:
+            raise DiskFullError(
+                f"opening {path} failed: {error.strerror}; nothing was lost; make room and open it "
+                "again"
+            ) from error
+        if error.errno == errno.EIO:
+            raise StoreFailedError(
+                f"opening {path} failed: {error.strerror}; what was confirmed is safe if the disk "
+                "has kept it; look at the disk, and open it again"
+            ) from error
+        advice = "open it again when that is mended"
+        if error.errno == errno.ENAMETOOLONG:  # and what is made beside it has a longer one
+            advice = "choose a name of at most 200 bytes"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            advice = "open it as its owner, or, if it may be read, with readonly=True"
+            if _is_missing(path):
+                advice = (
+                    "there is no such file, and none can be made in its folder: choose another "
+                    "place, or do it as who may write there"
+                )
+        raise StorageError(
+            f"opening {path} failed: {error.strerror or error}; nothing was changed; {advice}"
+        ) from error
+
+
+def _is_missing(path: str) -> bool:
+    """Whether there certainly is no such file: a folder that may not be searched says nothing."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def check_path(path: str) -> None:
+    """Refuse what can be no queue, before anything is made or waits for it."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        parent = os.path.dirname(path) or "."
+        if not os.path.isdir(parent):
+            raise StorageError(
+                f"the folder {parent} does not exist, so there can be no queue {path}; nothing was "
+                "made; make the folder first, or check the path"
+            ) from None
+    except NotADirectoryError:
+        raise StorageError(
+            f"a part of {path} is a file, not a folder; nothing was made; check the path"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise
+        raise StorageError(
+            f"{path} can be no file: {error.strerror}; nothing was made; check the path"
+        ) from None
+    else:
+        if not stat.S_ISREG(mode):
+            raise NotAQueueError(
+                f"{path} is {_kind(mode)}, and a queue is a file; it wasn't touched; check the path"
+            )
+
+
+def _kind(mode: int) -> str:
+    for check, name in (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if check(mode):
+            return name
+    return "a device"
+
+
+def refuse_left(path: str) -> None:
+    """Refuse a path whose file was taken away from processes that still have it open: they would go
+    on in one file, and the caller in another.
+    """
+    user = SharedPage.user_of(os.path.join(scratch_of(path), PAGE_NAME))
+    there = current_identity(path)
+    if user is not None and user != (None if there is None else tuple(n & _MASK for n in there)):
+        raise LockedError(
+            f"{path} was moved, deleted or replaced while processes have it open; what they "
+            "confirmed is in the file they have, and nothing was made or touched here; move that "
+            "one back, or close them, and open it again"
+        )
+
+
+def refuse_network(path: str) -> None:
+    if _disk.is_network_file_system(os.path.dirname(path) or "."):
+        raise StorageError(
+            f"{path} is on a network file system, where locks and shared memory do not hold; "
+            "nothing was touched; use a local disk, or open it with readonly=True"
+        )
+
+
+def is_new(path: str) -> bool:
+    """True for a missing or an empty file."""
+    try:
+        return os.stat(path).st_size == 0
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+
+
+def create(path: str, segment_bytes: int) -> None:
+    """Make a new queue file whole; somebody else's, if he was first, is left alone."""
+    with contextlib.suppress(FileExistsError):
+        Log.create(
+            path,
+            segment_bytes=segment_bytes,
+            store_id=secrets.token_bytes(16),
+            created_us=_clock.wall_us(),
+        )
+
+
+def read_header(fd: int, path: str) -> FileHeader:
+    """What the file says about itself. Raises NotAQueueError, FormatVersionError, CorruptError."""
+    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
+
+
+def current_identity(path: str) -> tuple[int, int, int] | None:
+    try:
+        return _disk.identity(path)
+    except OSError:
+        return None
