@@ -140,7 +140,10 @@ class AsyncTransaction(Transaction):
     Cancelled while it ends, it is done whole or not at all.
     """
 
+    _enter = "async with"
+
     async def __aenter__(self) -> AsyncTransaction:
+        self._begin()
         return self
 
     async def __aexit__(

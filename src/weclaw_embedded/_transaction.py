@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 class Transaction:
     """Acks, results and puts over topics of one file as one step; see `Queue.transaction`."""
 
+    _enter = "with"
+
     def __init__(self, queue: Queue, block: bool, timeout: float | None) -> None:
         self._queue = queue
         self._engine = queue._engine  # a closed queue says so
@@ -39,13 +41,14 @@ class Transaction:
         self._timeout = timeout
         self._acks: list[tuple[Lease, bytes]] = []
         self._puts: list[tuple[Address, Encoded]] = []
+        self._begun = False
         self._over = False
         self.ids: list[str] = []
         """The ids of what was put, in order, once the block has ended."""
 
     def ack(self, msg: Message, result: Any = None) -> None:
         """Settle `msg` when the block ends. Raises as `Message.ack` does, at the end for leases."""
-        if self._over:
+        if self._over or not self._begun:
             self._open()
         if not isinstance(msg, Message):
             raise TypeError(f"ack takes a Message, not {msg!r}; nothing was changed")
@@ -80,9 +83,20 @@ class Transaction:
     def _open(self) -> None:
         if self._over:
             raise ClosedError("the transaction has ended; nothing was added; begin another")
+        if not self._begun:
+            raise ClosedError(
+                "the transaction has not begun; nothing was changed; begin it with "
+                f"`{self._enter} q.transaction() as tx:`, and add to it in that block"
+            )
 
     def __enter__(self) -> Transaction:
+        self._begin()
         return self
+
+    def _begin(self) -> None:
+        if self._over:
+            self._open()
+        self._begun = True
 
     def __exit__(
         self,

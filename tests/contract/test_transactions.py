@@ -166,3 +166,35 @@ def test_a_transaction_of_tasks_waits_for_room_off_the_loop(path):
             await following.close()
 
     asyncio.run(main())
+
+
+def test_a_transaction_that_has_not_begun_takes_nothing(q, path):
+    """Without `with` a put or an ack raises: it would return, and never happen."""
+    q.put("task")
+    msg = q.get()
+    tx = q.transaction()
+    for call in (lambda: tx.put("x", id="L"), lambda: tx.ack(msg)):
+        with pytest.raises(weclaw.ClosedError, match="has not begun; nothing was changed"):
+            call()
+    assert q.status(msg.id) == "leased"
+    with tx:
+        tx.ack(msg)
+        tx.put("x")
+    assert (q.status(msg.id), q.qsize()) == ("done", 1)
+    with pytest.raises(weclaw.ClosedError, match="has ended"), tx:
+        pass
+
+    async def run():
+        async with weclaw.AsyncQueue(path) as aq:
+            tx = aq.transaction()
+            taken = await aq.get()
+            for call in (lambda: tx.put("y"), lambda: tx.ack(taken)):
+                with pytest.raises(weclaw.ClosedError, match="`async with q.transaction"):
+                    call()
+            async with tx:
+                tx.put("z")
+            assert tx.ids
+            taken.release()
+
+    asyncio.run(run())
+    assert q.qsize() == 2
