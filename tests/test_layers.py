@@ -77,6 +77,7 @@ LAYERS = [
 #: Imports against the direction, all of them inside a function or for type checkers only, and why.
 EXCEPTIONS = {
     ("_upkeep", "_reclaim"): "upkeep runs by itself on the engine's timer",
+    ("_durability", "_readonly"): "a file that was deleted in use is only looked at",
     ("_engine", "_replicated"): "turns in a file with a replica are of another kind",
     ("_with_replica", "_replicated"): "what the replica is promised is waited for there",
     ("_damage", "_healing"): "what is damaged is healed where it is noticed",

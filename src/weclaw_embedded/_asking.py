@@ -23,7 +23,13 @@ from ._records import key_hash
 from ._session import Session
 from ._shared import SETTLED
 from ._wake import Waiter
-from .errors import CorruptError, DeadLetterError, Empty, OffsetTrimmedError
+from .errors import (
+    CorruptError,
+    DeadLetterError,
+    Empty,
+    OffsetTrimmedError,
+    StoreFailedError,
+)
 from .wal import TAIL
 
 if TYPE_CHECKING:
@@ -56,7 +62,7 @@ class Asking(Handle):
         while True:
             waiter = None if until_s == 0.0 else new_waiter(SETTLED)
             dead: list[int] = []
-            found = engine.execute(_queries.outcome, self._address, id, dead, waiter)
+            found = self._outcome(engine, id, dead, waiter)
             self._remember_dead(dead)
             if found.state in ("done", "dead", "unknown") and waiter is not None:
                 engine.waker.discard(waiter)
@@ -81,6 +87,20 @@ class Asking(Handle):
                     engine.waker.discard(waiter)
                 raise Empty(f"message {id} is not settled yet (it is {found.state})")
             self._sleep(engine, waiter, self._wake_at(engine, found.look_again_us, until_s))
+
+    def _outcome(
+        self, engine: Engine, id: str, dead: list[int], waiter: Waiter | None
+    ) -> _queries.Outcome:
+        try:
+            return engine.execute(_queries.outcome, self._address, id, dead, waiter)
+        except StoreFailedError as error:
+            if waiter is not None:
+                engine.waker.discard(waiter)
+            looker = engine.last_look(error)
+            found = looker.execute(_queries.outcome, self._address, id, dead, None)
+            if found.state in ("done", "dead", "unknown") or waiter is None:
+                return found
+            raise  # nobody settles it any more
 
     def _result_at(self, engine: Engine, ack_at: int | None) -> Any:
         if ack_at is None:

@@ -35,7 +35,7 @@ from ._pool import in_pool
 from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter
-from .errors import ClosedError, DeadLetterError, Empty
+from .errors import ClosedError, DeadLetterError, Empty, StoreFailedError
 from .queue import Queue, check_many
 
 if TYPE_CHECKING:
@@ -295,7 +295,13 @@ class AsyncQueue:
             finish=lambda found: self._result_of(id, found),
             queue=queue,
         )
-        return await io_of(queue._engine).wait(call)
+        engine = queue._engine
+        try:
+            return await io_of(engine).wait(call)
+        except StoreFailedError:
+            if not engine.is_lost():
+                raise
+            return await in_pool(queue.result, id, timeout)  # which looks at what is open
 
     def _outcome(self, session: Session, waiter: Waiter | None, id: str) -> Any:
         dead: list[int] = []

@@ -13,10 +13,11 @@ import errno
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from . import _files
 from ._options import StoreOptions
@@ -38,6 +39,7 @@ from .errors import ClosedError, StoreFailedError
 from .wal import COMMIT, TAIL, Log
 
 if TYPE_CHECKING:
+    from ._engine import Engine
     from ._session import Session
 
 logger = logging.getLogger("weclaw_embedded")
@@ -54,6 +56,18 @@ _MOVED: Final = {
     FILE_MOVED: "the file was deleted, moved or replaced while open",
     SCRATCH_MOVED: "the scratch folder was deleted, moved or replaced while in use",
 }
+
+
+_HAS_PROC: Final = sys.platform == "linux"
+# Where what is open has no name that leads to it.
+_NAMELESS: Final = (
+    "it has no name any more, so that what was confirmed is there only as long as a process has it "
+    "open"
+)
+_REPLACED: Final = (
+    "another file has its name now, and what was confirmed is in the one that is open, which has "
+    "another name, or may lose it"
+)
 
 
 def failure_of(why: int) -> str:
@@ -90,6 +104,7 @@ class Durability:
     _identity: tuple[int, ...]
     _watch_fd: int
     _has_moved: Callable[[int], object]
+    last_looker: Any
     flush_is_due: bool
     _unsynced: int  # messages put with `batch`
     _flush_to: int  # so far a sync of them was begun
@@ -360,12 +375,54 @@ class Durability:
         self._failure = what
         self.page.words[FAILED] = self.page.words[FAILED] or why
         self.waker.wake_all()
-        logger.error("%s: %s", self.path, what)
+        lost = self.is_lost()
+        logger.error("%s: %s", self.path, f"{what}; {lost}; {self._rescue()}" if lost else what)
         return self._failed()
+
+    def is_lost(self) -> str:
+        """In words, that closing what is open may be to lose it: it was deleted, or another file
+        stands at its name. "" while neither is so; one that was only moved has a name.
+        """
+        try:
+            found = os.fstat(self.log.fd)
+        except OSError:
+            return ""  # closed meanwhile
+        if not found.st_nlink:
+            return _NAMELESS
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            return ""
+        return "" if os.path.samestat(found, there) else _REPLACED
+
+    def last_look(self, error: StoreFailedError) -> Engine:
+        """Who looks at the file once this engine has stopped because the file was deleted, or
+        another one stands at its name: what is open may be all there is of it, and is to be read
+        and saved. Raises `error` where that is not so. It is closed with the engine.
+        """
+        from ._readonly import look_at_open
+
+        with self._lock:
+            if self.closed or not self.is_lost():
+                raise error
+            if self.last_looker is None:
+                self.last_looker = look_at_open(cast("Engine", self))
+            return cast("Engine", self.last_looker)
+
+    def _rescue(self) -> str:
+        by_hand = f", or copy /proc/{os.getpid()}/fd/{self.log.fd}" if _HAS_PROC else ""
+        return (
+            "keep it open, save it with the backup() of an open store, which still works"
+            f"{by_hand}; then close it in every process and open what was saved"
+        )
 
     def _failed(self) -> StoreFailedError:
         self.failed_quietly = False
         what = self._failure or failure_of(self.page.words[FAILED])
+        if lost := self.is_lost():
+            return StoreFailedError(
+                f"{self.path}: {what}; {lost}, what was under way is in doubt; {self._rescue()}"
+            )
         return StoreFailedError(
             f"{self.path}: {what}; everything confirmed before is safe, what was under way is in "
             "doubt; close the file in every process and open it again, then put again with the "

@@ -193,6 +193,7 @@ class Engine(
         self._answered: set[int] = set()
         self._answered_by: list[Any] = []
         self._heal_is_due = False
+        self.last_looker: Any = None  # see `_readonly.last_look`
         try:
             opened.taken = True
             self._begin_work(opened)
@@ -442,6 +443,8 @@ class Engine(
             self._close_files()
 
     def _close_files(self) -> None:
+        if self.last_looker is not None:
+            self.last_looker.leave(self.forked)
         self.page.close()
         _files.close(self.fd)
         if self._watch_fd >= 0:

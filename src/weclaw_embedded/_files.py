@@ -41,6 +41,7 @@ __all__ = [
     "begin_sync",
     "close",
     "drop_cache",
+    "duplicate",
     "has_hole",
     "libc",
     "name_of",
@@ -102,6 +103,11 @@ def open_rw(path: str) -> int:
 def open_ro(path: str) -> int:
     """Open an existing file to read; the descriptor isn't inherited."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def duplicate(fd: int) -> int:
+    """Another descriptor of the same open file; it isn't inherited."""
+    return os.dup(fd)
 
 
 def close(fd: int) -> None:

@@ -28,7 +28,7 @@ from ._records import NoRecordError
 from ._session import BATCH, Session
 from ._wake import Timer, Waiter
 from .dlq import DeadLetterQueue
-from .errors import ClosedError, CorruptError, DiskFullError
+from .errors import ClosedError, CorruptError, DiskFullError, StoreFailedError
 
 if TYPE_CHECKING:
     from ._store import Store
@@ -152,10 +152,13 @@ class Handle:
 
     def _look(self, operation: Callable[..., T], *args: Any) -> T:
         """Run what only looks. Where there is no room to write down what ended by itself, it is
-        told as if that had been written.
+        told as if that had been written; so it is of a file that was deleted or replaced, which
+        takes no more writes.
         """
         try:
             return self._run(operation, *args)
+        except StoreFailedError as error:
+            return self._store._shared.last_look(error).execute(operation, *args)
         except DiskFullError:
             return self._engine.turn(_queries.imagining, operation, *args)
 
@@ -169,6 +172,8 @@ class Handle:
         """Letters made on the way; told of after the lock is given back, by another thread."""
         if dead and self._options.on_dead is not None:
             engine = self._store._shared
+            if engine.last_looker is not None:
+                return  # that they are dead can't be written any more
             untold = self._untold
             if untold is None or untold.engine is not engine:  # the first, or those of a parent
                 untold = self._untold = _Untold(engine, self._tell_dead)

@@ -40,7 +40,7 @@ from ._records import SKIPPABLE
 from ._scan import BadPartError, check_part
 from ._segments import FREE, UNKNOWN, ZEROED
 from ._session import Session
-from .errors import CorruptError, StorageError
+from .errors import CorruptError, StorageError, StoreFailedError
 from .wal import HEAD, LAST, TAIL, Log, new_salt
 
 #: Told now and then how many bytes are done, and of how many.
@@ -61,8 +61,14 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
     try:
         if engine.log.readonly:
             _copy_what_stays(engine, path, seen)
-        else:
+            return
+        try:
             _copy_pinned(engine, path, seen)
+        except StoreFailedError as error:
+            looker = engine.last_look(error)
+            # There is one already if that was come upon at the very end.
+            if not os.path.lexists(path):
+                _copy_what_stays(looker, path, seen)
     except FileExistsError:
         raise StorageError(
             f"{path} came to be meanwhile; it was left alone; choose another name"

@@ -38,6 +38,7 @@ from ._paths import (
     read_header,
     refuse_left,
     refuse_network,
+    tell_of_another,
 )
 from ._rebuild import Rebuild
 from ._records import MAX_TIME_US
@@ -130,6 +131,7 @@ def open_shared(
     while True:
         refuse_left(path)
         if is_new(path):
+            tell_of_another(path)
             create(path, segment_bytes or default_segment_bytes)
             complete = None  # whoever made it has seen that there was nothing
         fd = _files.open_rw(path)

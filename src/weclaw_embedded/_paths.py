@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -23,9 +24,13 @@ from ._format import HEADER_BYTES, FileHeader, unpack_header
 from ._scratch import PAGE_NAME, scratch_of
 from ._shared import SharedPage
 from .errors import DiskFullError, LockedError, NotAQueueError, StorageError, StoreFailedError
-from .wal import Log
+from .wal import TAIL, Log
+
+logger = logging.getLogger("weclaw_embedded")
 
 _MASK: Final = (1 << 64) - 1
+# A log that ends before that holds no message.
+_EMPTY_BYTES: Final = 128
 
 
 @contextlib.contextmanager
@@ -119,7 +124,29 @@ def refuse_left(path: str) -> None:
         raise LockedError(
             f"{path} was moved, deleted or replaced while processes have it open; what they "
             "confirmed is in the file they have, and nothing was made or touched here; move that "
-            "one back, or close them, and open it again"
+            "one back, and open it again; if it has no name any more it goes when they close: save "
+            "it first, with the backup() of a store that one of them has open"
+        )
+
+
+def tell_of_another(path: str) -> None:
+    """Say in the log that a file is made where the scratch folder knows of one that held something:
+    it may have been deleted by mistake.
+    """
+    try:
+        page = SharedPage(os.path.join(scratch_of(path), PAGE_NAME), writable=False)
+    except (OSError, ValueError):
+        return
+    tail = page.words[TAIL]
+    page.close()
+    if tail > _EMPTY_BYTES:
+        logger.warning(
+            "%s is missing or empty and is made anew, though its scratch folder is that of a queue "
+            "which held something (its log ended at offset %d); if it was moved or deleted by "
+            "mistake, close this one, and put that one, its backup or its replica's copy in its "
+            "place",
+            path,
+            tail,
         )
 
 

@@ -118,10 +118,13 @@ class _Session(Session):
 class ReadonlyEngine(Engine):
     """See the module. Offers what looking needs of `Engine`."""
 
-    def __init__(self, path: str) -> None:
+    last_looker = None
+
+    def __init__(self, path: str, fd: int | None = None) -> None:
+        """`fd`: of the file, where no name leads to it; closed with the engine."""
         self.path = path
         self.directory = scratch_of(path)
-        self.fd = _files.open_ro(path)
+        self.fd = _files.open_ro(path) if fd is None else fd
         try:
             self.header = read_header(self.fd, path)
             # No lock: one that only looks must not keep the first who writes after a reboot from
@@ -341,6 +344,13 @@ class ReadonlyEngine(Engine):
             shutil.rmtree(self._own, ignore_errors=True)
             _files.close(self.fd)
 
+    def leave(self, forked: bool) -> None:
+        """End with the engine that it looks for."""
+        if forked:
+            self.abandon()
+        else:
+            self.close()
+
     def abandon(self) -> None:
         """In a forked child."""
         self.forked = self.closed = True
@@ -359,6 +369,20 @@ def _is_readable(log: Log, offset: int) -> bool:
     except (BadPartError, LookupError, CorruptError):
         return False
     return bool(frame.flags & FIRST)
+
+
+def look_at_open(engine: Engine) -> ReadonlyEngine:
+    """Who looks at the file that an engine has open, whether a name leads to it or not."""
+    # A file of its own where there can be one: locks are of the open file, and it asks which of
+    # them others have.
+    try:
+        fd = _files.open_ro(f"/proc/self/fd/{engine.fd}")
+    except OSError:
+        fd = _files.duplicate(engine.fd)
+    looker = ReadonlyEngine(engine.path, fd)
+    looker._adopted = list(engine._adopted)
+    looker.know_options(looker.known_options)
+    return looker
 
 
 def open_readonly(path: str) -> ReadonlyEngine:

@@ -32,7 +32,7 @@ from ._paths import typed_errors
 from ._queries import GroupInfo
 from ._restore import end_of, restore_damaged, restore_missing
 from ._session import POLICIES
-from .errors import ClosedError, CorruptError, NotAQueueError, StorageError
+from .errors import ClosedError, CorruptError, NotAQueueError, StorageError, StoreFailedError
 from .queue import Queue
 
 if TYPE_CHECKING:
@@ -169,7 +169,12 @@ class Store:
         return engine
 
     def _run(self, operation: Callable[..., T], *args: Any) -> T:
-        return self._engine.execute(operation, *args)
+        """Run what only looks; see `Handle._look`."""
+        engine = self._engine
+        try:
+            return engine.execute(operation, *args)
+        except StoreFailedError as error:
+            return engine.last_look(error).execute(operation, *args)
 
     def queue(
         self,
@@ -220,7 +225,11 @@ class Store:
         """Check every byte that is kept: a list of (offset, reason), empty when all is good.
         Writes nothing; takes as long as reading the file.
         """
-        return self._engine.verify()
+        engine = self._engine
+        try:
+            return engine.verify()
+        except StoreFailedError as error:
+            return engine.last_look(error).verify()
 
     def repair(self) -> list[tuple[int, str]]:
         """Set aside what `verify` finds, so that it finds nothing any more; returns what it was.
@@ -233,6 +242,7 @@ class Store:
         """Copy the file to `path` while it is in use: a queue of its own, as of this moment.
 
         Only reads, so one that was opened readonly can be copied too; others don't wait for that.
+        So can one that was deleted or replaced while it was open, by each process that has it.
 
         Raises StorageError if `path` exists, or readonly if others give space back faster than it
         is copied; DiskFullError; then there is no file.

@@ -183,7 +183,8 @@ class DiskFullError(StorageError, SendFailedError):
 
 class StoreFailedError(StorageError, SendFailedError):
     """A write or sync failed, or the file was moved away: nothing more is promised until all
-    processes have closed it and it is opened again.
+    processes have closed it and it is opened again. Where it was deleted or replaced the message
+    says how to save it first.
     """
 
 

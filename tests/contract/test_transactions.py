@@ -189,7 +189,7 @@ def test_a_transaction_that_has_not_begun_takes_nothing(q, path):
             tx = aq.transaction()
             taken = await aq.get()
             for call in (lambda: tx.put("y"), lambda: tx.ack(taken)):
-                with pytest.raises(weclaw.ClosedError, match="`async with q.transaction"):
+                with pytest.raises(weclaw.ClosedError, match="begin it with `async with"):
                     call()
             async with tx:
                 tx.put("z")

@@ -1,0 +1,127 @@
+"""Contract 9: a file that was deleted or replaced in use is read and saved from what is open."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+from tests.helpers.processes import Child
+from tests.helpers.queues import scratch
+
+import weclaw_embedded as weclaw
+
+
+def save_when_told(pipe, path, out):
+    store = weclaw.open(path)
+    q = store.queue()
+    id = q.put("of the child")
+    pipe.send(id)
+    pipe.recv()
+    try:
+        q.put("too late")
+    except weclaw.StoreFailedError as error:
+        pipe.send(str(error))
+    store.backup(out)
+    pipe.send(q.status(id))
+    store.close()
+
+
+def take_away(path, tmp_path, how):
+    if how == "deleted":
+        path.unlink()
+        return
+    with weclaw.Queue(tmp_path / "other.wq") as q:
+        q.put("of another queue")
+    os.replace(tmp_path / "other.wq", path)
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_what_was_deleted_or_replaced_in_use_is_read_and_saved(path, tmp_path, how):
+    """Each process that has it open says so, reads on, and saves all that was confirmed."""
+    saved = [tmp_path / "saved.wq", tmp_path / "of the child.wq"]
+    store = weclaw.open(path)
+    q = store.queue()
+    done, dead, waits = (q.put(n) for n in range(3))
+    q.get().ack(result="result")
+    q.get().fail("why")
+    with Child(save_when_told, path, saved[1]) as child:
+        child.hear()
+        take_away(path, tmp_path, how)
+        changes = [lambda: q.put(1), q.get, lambda: q.cancel(waits), q.purge, q.dlq.redrive]
+        for change in [*changes, store.flush, lambda: q.result(waits, timeout=1.0)]:
+            with pytest.raises(weclaw.StoreFailedError, match="keep it open, save it") as caught:
+                change()
+            assert f"/proc/{os.getpid()}/fd/" in str(caught.value)
+            assert "is safe" not in str(caught.value)
+        stats = q.stats()
+        assert (stats.ready, stats.settled, stats.dead) == (2, 1, 1)
+        assert [q.status(id) for id in (done, dead, waits)] == ["done", "dead", "ready"]
+        assert q.result(done) == "result"
+        with pytest.raises(weclaw.DeadLetterError):
+            q.result(dead)
+        with pytest.raises(weclaw.Empty):
+            q.result(waits)
+        assert [msg.body for msg in q.peek(5)] == [2, "of the child"]
+        assert [(letter.body, letter.reason) for letter in q.dlq] == [(1, "why")]
+        assert (q.qsize(), q.dlq.export(tmp_path / "letters.jsonl")) == (2, 1)
+        assert (store.verify(), len(store.groups())) == ([], 1)
+        with pytest.raises(weclaw.LockedError, match="save it first"):
+            weclaw.Queue(path)
+        store.backup(saved[0])
+        store.close()
+        child.say("go on")
+        assert "keep it open, save it" in child.hear()
+        assert child.hear() == "ready"
+        assert child.wait() == 0
+    for one in saved:
+        with weclaw.Queue(one) as q:
+            assert [q.status(id) for id in (done, dead, waits)] == ["done", "dead", "ready"]
+            assert [msg.body for msg in q.peek(5)] == [2, "of the child"]
+
+
+def test_a_result_is_read_with_await_from_what_was_deleted(path):
+    """As the other reading calls are, which are those of `Queue`."""
+
+    async def run():
+        async with weclaw.AsyncQueue(path) as q:
+            id, waits = await q.put("task"), await q.put("waits")
+            await (await q.get()).ack(result="result")
+            path.unlink()
+            with pytest.raises(weclaw.StoreFailedError, match="keep it open"):
+                await q.put("too late")
+            assert await q.result(id) == "result"
+            assert (await q.stats()).ready == 1
+            with pytest.raises(weclaw.Empty):
+                await q.result(waits)
+
+    asyncio.run(run())
+
+
+def test_what_was_only_moved_has_a_name(path, tmp_path):
+    """To close it loses nothing, so the advice is that, and looking is refused, too."""
+    with weclaw.open(path) as store:
+        q = store.queue()
+        q.put("kept")
+        path.rename(tmp_path / "moved.wq")
+        for call in (lambda: q.put(1), q.stats, lambda: store.backup(tmp_path / "saved.wq")):
+            with pytest.raises(weclaw.StoreFailedError, match="close the file in every process"):
+                call()
+    assert not (tmp_path / "saved.wq").exists()
+    with weclaw.Queue(tmp_path / "moved.wq") as q:
+        assert q.get().body == "kept"
+
+
+def test_a_file_made_where_another_one_was_is_told_of(path, caplog):
+    """The scratch folder knows that there was something: it may have been deleted by mistake."""
+    for bodies in ([], ["x"]):
+        with weclaw.Queue(path) as q:
+            q.put_many(bodies)
+        path.unlink()
+        caplog.clear()
+        with weclaw.Queue(path) as q:
+            assert q.qsize() == 0
+        told = [record for record in caplog.records if "made anew" in record.message]
+        assert len(told) == len(bodies)
+        path.unlink()
+    assert scratch(path).exists()
