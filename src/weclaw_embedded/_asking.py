@@ -167,18 +167,22 @@ class Asking(Handle):
         """
         n = check_count("n", n, 0)
 
-        def look(session: Session) -> list[tuple[int, tuple[int, int], Row | None]]:
+        def look(session: Session) -> list[tuple[int, tuple[int, int] | None, Row | None]]:
             group = self._swept(session)
             if group is None:
                 return []
             return [
-                (offset, _delivery.place(session, offset), session.tx.row(group.gid, offset))
-                for offset in session.tx.peek(group, n, session.now_us)
+                (
+                    offset,
+                    _delivery.place_of_live(session, offset),
+                    session.tx.row(group.gid, offset),
+                )
+                for offset in list(session.tx.peek(group, n, session.now_us))
             ]
 
         found: list[Message] = []
-        for offset, (location, salt), row in self._look(look):
-            content = self._read(offset, location, salt)
+        for offset, place, row in self._look(look):
+            content = None if place is None else self._read(offset, *place)
             if content is not None:
                 found.append(Seen(cast("Queue", self), content, row))
         return found

@@ -216,14 +216,33 @@ def digest_of(salt: int) -> str:
     ).hexdigest()
 
 
+class GoneError(LookupError):
+    """The message at `offset` is kept no more."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(f"the message at offset {offset} is no longer kept")
+        self.offset = offset
+
+
 def place(session: Session, offset: int) -> tuple[int, int]:
-    """(location of the record, salt) of a message. Raises LookupError when it is kept no more."""
+    """(location of the record, salt) of a message. Raises GoneError when it is kept no more."""
     if offset >= session.log.head_offset:
         return offset, session.log.salt(offset)
     carried = carried_to(session, offset)
     if carried is None:
-        raise LookupError(f"the message at offset {offset} is no longer kept")
+        raise GoneError(offset)
     return carried.offset, carried.salt
+
+
+def place_of_live(session: Session, offset: int) -> tuple[int, int] | None:
+    """The place of a message that the index has; None when it is kept no more, as where damage hit
+    what carried it up: it is set aside.
+    """
+    try:
+        return place(session, offset)
+    except GoneError as gone:
+        set_aside(session, offset, str(gone))
+        return None
 
 
 def carried_to(session: Session, offset: int) -> Location | None:

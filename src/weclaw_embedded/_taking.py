@@ -17,11 +17,13 @@ from . import _clock, _records
 from ._delivery import (
     SOON_S,
     Address,
+    GoneError,
     Lease,
     Taken,
     backoff_us,
     begin_group,
     place,
+    set_aside,
     taken_of,
 )
 from ._index import GroupState, Picks, Row, Tx
@@ -80,15 +82,24 @@ def take(
                 sweep(session, tx, group, address.retry, now_ns, dead)
             suspects = engine.suspects_held() if engine.suspects else 0
             visible = session.visible()
-            if choose is None:
-                picks = tx.pick(group, n, visible, now_us, suspects)
-            else:
-                picks = choose(session, group, n, visible=visible, now_us=now_us, suspects=suspects)
-            if picks[0]:
+            while True:
+                if choose is None:
+                    picks = tx.pick(group, n, visible, now_us, suspects)
+                else:
+                    picks = choose(
+                        session, group, n, visible=visible, now_us=now_us, suspects=suspects
+                    )
+                if not picks[0]:
+                    break
                 if not words[SPARES]:
                     picks = _endable(session, picks)
-                leases = _lease(session, tx, address, group, picks, now_ns, visibility_s)
-                return taken_of(leases, dead)
+                try:
+                    leases = _lease(session, tx, address, group, picks, now_ns, visibility_s)
+                except GoneError as gone:
+                    # What carried it up was damaged: it must not be in the way of the others.
+                    set_aside(session, gone.offset, str(gone))
+                else:
+                    return taken_of(leases, dead)
         look_again_us = next_look(session, group)
     if waiter is not None:
         engine.waker.add(waiter)

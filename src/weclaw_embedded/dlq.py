@@ -183,12 +183,12 @@ class DeadLetterQueue:
             if group is None:
                 return []
             rows = islice(session.tx.dead(group.gid, after), n)
-            return [(_delivery.place(session, row[0]), *row) for row in rows]
+            return [(_delivery.place_of_live(session, row[0]), *row) for row in list(rows)]
 
         letters = []
         rows = queue._look(look)
-        for (location, salt), offset, row, reason, died_us in rows:
-            content = queue._read(offset, location, salt)
+        for place, offset, row, reason, died_us in rows:
+            content = None if place is None else queue._read(offset, *place)
             if content is not None:
                 letters.append(DeadLetter(queue, content, row, reason, died_us))
         return letters, rows[-1][1] if len(rows) == n else None

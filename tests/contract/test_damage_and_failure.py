@@ -503,6 +503,35 @@ def test_a_damaged_message_whose_segment_is_freed_is_in_nobodys_way(path, how):
         assert waits.stats()[:4] == (0, 0, 1, 0)
 
 
+@pytest.mark.parametrize("how", ["ready", "delayed", "dead"])
+def test_a_message_that_is_kept_nowhere_is_in_nobodys_way(path, how):
+    """The index has it, and what should have carried it up is lost: it is set aside by whoever
+    comes upon it. (Here its segment is freed by hand, with nothing carried.)
+    """
+    with weclaw.open(path, segment_bytes=2**16) as store:
+        q = store.queue(retry=weclaw.RetryPolicy(backoff=0.2))
+        gone = [q.put(n, key=f"k{n}") for n in range(3)]
+        for _ in gone if how != "ready" else ():
+            msg = q.get()
+            if how == "dead":
+                msg.fail("blocked")
+            else:
+                msg.nack()
+        q.put_many([b"x" * 50_000] * 2)
+        q.put("kept", key="k1")
+        store._engine.execute(lambda session: session.log.free(0))
+        if how == "delayed":
+            eventually(lambda: q.stats().delayed <= 1)
+            assert [msg.body for msg in q.peek(10)] in ([], ["kept"])
+        assert list(q.dlq) == []
+        assert q.get(timeout=30).body == "kept"
+        with pytest.raises(weclaw.Empty):
+            q.get(block=False)
+        assert q.dlq.redrive() == 0
+        assert q.stats()[:4] == (0, 0, 1, 0)
+        assert {q.status(id) for id in gone} == {"unknown"}
+
+
 def test_what_is_retained_stays_where_the_next_segment_is_lost(path):
     """When a segment ended is not known then; a later one says when it had."""
     with weclaw.open(path, segment_bytes=2**16) as store:
