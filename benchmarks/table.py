@@ -73,23 +73,19 @@ def figure(value: float | None) -> str:
 
 def latency_row(work: str, samples: Samples, target: Target | None = None) -> Row:
     """A row of times in microseconds, of the contenders "ours", "floor" and "yardstick"."""
-    return Row(
-        work,
-        statistics.median(samples["ours"]),
-        "µs",
-        median_ratio(samples, "ours", "floor") if "floor" in samples else None,
-        median_ratio(samples, "ours", "yardstick") if "yardstick" in samples else None,
-        target,
-        samples=samples,
-    )
+    return _row(work, samples, "µs", target)
 
 
 def rate_row(work: str, samples: Samples, target: Target | None = None, note: str = "") -> Row:
     """A row of rates. Its × floor is how many messages go through while the floor writes one."""
+    return _row(work, samples, "/s", target, note)
+
+
+def _row(work: str, samples: Samples, unit: str, target: Target | None, note: str = "") -> Row:
     return Row(
         work,
         statistics.median(samples["ours"]),
-        "/s",
+        unit,
         median_ratio(samples, "ours", "floor") if "floor" in samples else None,
         median_ratio(samples, "ours", "yardstick") if "yardstick" in samples else None,
         target,
