@@ -193,7 +193,7 @@ class Folding:
         if checkpoint and not tx.applied:
             try:
                 wrong = seed(tx, self.log.read(checkpoint), head)
-            except CorruptError as error:
+            except (CorruptError, LookupError) as error:  # the last: repair has written over it
                 wrong = str(error)
             if wrong:
                 # Groups from before what is kept begin anew: messages come twice, none is lost.

@@ -239,6 +239,9 @@ def _carries(
                 raise
             lost.append((offset, error.reason))
             continue
+        except LookupError as error:  # repair has written over it
+            lost.append((offset, str(error)))
+            continue
         put = bytes(record)
         puts.append((offset, put, time_us))
         n_bytes += len(put) + _CARRIED_BYTES

@@ -18,8 +18,8 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _names, _reclaim, _records, threads
-from weclaw_embedded.wal import HEAD
+from weclaw_embedded import _damage, _files, _mend, _names, _reclaim, _records, threads
+from weclaw_embedded.wal import HEAD, TAIL
 
 
 def keep_putting(pipe, path, prefix):
@@ -530,6 +530,49 @@ def test_a_message_that_is_kept_nowhere_is_in_nobodys_way(path, how):
         assert q.dlq.redrive() == 0
         assert q.stats()[:4] == (0, 0, 1, 0)
         assert {q.status(id) for id in gone} == {"unknown"}
+
+
+def blank_with_frame_before(log, record):
+    """What repair leaves of two frames in a row that can't be read: one that says nothing."""
+    before = 0
+    for frame in log.frames(log.head_offset, log.state.words[TAIL]):
+        if any(offset == record for offset, _ in frame.records):
+            _mend._blank(log, before, frame.end)
+            log.forget_read()
+            return
+        before = frame.offset
+    raise AssertionError(record)
+
+
+def test_what_repair_has_written_over_is_in_nobodys_way(path):
+    """A checkpoint, and a message that was carried up there: both are done without."""
+    with weclaw.open(path, retention=0, segment_bytes=2**16, flush="os") as store:
+        done = store.queue(group="done")
+        waits = store.queue(group="waits", retry=weclaw.RetryPolicy(backoff=5000.0))
+        log = store._engine.log
+        done.put("carried")
+        done.get().ack()
+        msg = waits.get()
+        offset = msg.offset
+        msg.nack()
+
+        def put_until(enough):
+            for n in range(600):
+                done.put(b"%d" % n * 300)
+                for q in (done, waits):
+                    q.get(timeout=30).ack()
+                if enough():
+                    return
+            raise AssertionError("nothing was freed")
+
+        put_until(lambda: log.head_offset > 0)
+        carried = store._engine.execute(lambda session: session.tx.location(offset)).offset
+        blank_with_frame_before(log, carried)
+        put_until(lambda: log.head_offset > carried)
+        blank_with_frame_before(log, log.checkpoint())
+        store._engine.execute(_damage._fold_anew)
+        done.put("after")
+        assert waits.get(timeout=30).body == "after"
 
 
 def test_what_is_retained_stays_where_the_next_segment_is_lost(path):
