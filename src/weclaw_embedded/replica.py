@@ -88,15 +88,18 @@ def promote(path: str | os.PathLike[str]) -> int:
     was a copy of is fenced off at its next contact. Interrupted in the middle, call it again.
     """
     name = os.path.realpath(os.fsdecode(path))
-    if not os.path.exists(name):
-        raise StorageError(f"there is no file at {name}; nothing was changed; check the path")
     with typed_errors(name):
         check_path(name)
         return _promote(name)
 
 
 def _promote(name: str) -> int:
-    fd = _files.open_rw(name)
+    try:
+        fd = _files.open_rw(name)
+    except FileNotFoundError:  # said only where it is known
+        raise StorageError(
+            f"there is no file at {name}; nothing was changed; check the path"
+        ) from None
     try:
         header = read_header(fd, name)
         lock_copy(fd, name, 0.0)

@@ -99,6 +99,45 @@ def test_a_file_that_may_not_be_read(
         assert said.startswith("BAD opens")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives up its rights for a moment")
+@pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
+def test_whether_there_is_a_file_behind_a_closed_folder_is_not_known(
+    there: bool, tmp_path: Path, ctl: Any
+) -> None:
+    """No verb says that it does not exist: who believes it puts anew, elsewhere."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    file = closed / "t.wq"
+    if there:
+        weclaw.Queue(file).close()
+    more = [
+        ("promote",),
+        ("work", "os.path:abspath", "--drain"),
+        ("cancel", "x"),
+        ("dlq purge", "--yes"),
+    ]
+    more += [("dlq watch", "--once", "--exec", "true")]
+    closed.chmod(0o700)
+    pytest.importorskip("prometheus_client")
+    for words in LOOKING + CHANGING + more:  # imports what others may not be able to read
+        ctl(*command(words, tmp_path / "open.wq"))
+    before = sorted(closed.iterdir())
+    os.seteuid(65534)
+    try:
+        answers = {words: ctl(*command(words, file)) for words in LOOKING + CHANGING + more}
+        answers["demo",] = ctl("demo", "--tasks", file)
+    finally:
+        os.seteuid(0)
+    for words, (status, out, err) in answers.items():
+        said = out if words[0] == "health" else err
+        assert status == 1, words
+        assert len(said.splitlines()) == 1, (words, said)
+        assert "Permission denied" in said, (words, said)
+        assert "not exist" not in said, (words, said)
+        assert "there is no" not in said, (words, said)
+    assert sorted(closed.iterdir()) == before
+
+
 @pytest.mark.parametrize("words", [("pause", "1"), ("replay", "--offset", "0")], ids=" ".join)
 def test_a_link_that_leads_nowhere_is_no_file(
     words: tuple[str, ...], tmp_path: Path, file: Path, ctl: Any

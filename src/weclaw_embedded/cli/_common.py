@@ -52,6 +52,7 @@ __all__ = [
     "group_option",
     "holders",
     "in_one_line",
+    "is_there",
     "json_option",
     "jsonable",
     "look_there",
@@ -232,10 +233,21 @@ def must_exist(file: str) -> None:
         )
 
 
+def is_there(path: str) -> bool | None:
+    """Whether there is such a name; None where that can't be known, as behind a closed folder."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
 def must_have_folder(file: str) -> None:
     """No folder is made beside the file."""
     folder = os.path.dirname(file)
-    if folder and not os.path.isdir(folder):
+    if folder and is_there(folder) is not None and not os.path.isdir(folder):
         fail(f"{plain(folder)}: there is no such folder; nothing was put; make it first")
 
 
@@ -261,7 +273,12 @@ def fail_if_not_ours(file: str, error: weclaw.StorageError) -> None:
     """Say what still works, if `error` comes of that we may not read or write."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno in _NOT_OURS:
-        if not os.path.lexists(file):
+        if (there := is_there(file)) is None:
+            fail(
+                f"{plain(file)} can't be reached ({cause.strerror}), so whether there is such a "
+                "file is not known; nothing was changed; do this as who may enter its folder"
+            )
+        if not there:
             fail(
                 f"{plain(file)} does not exist and can't be made ({cause.strerror}); nothing was "
                 "changed; check the path, or do this as who may write in that folder"

@@ -52,7 +52,7 @@ class Outcome:
 @click.option(
     "--tasks",
     "source",
-    type=click.Path(exists=True, dir_okay=False),
+    type=click.Path(dir_okay=False, readable=False),
     help="Your own tasks, one JSON object a line.",
 )
 @click.option("--keep", type=click.Path(file_okay=False), help="Run in this folder and leave it.")

@@ -201,7 +201,10 @@ class _Checks:
             copy = replica.node(other) if isinstance(other, str) else replica.node_behind(other)
         except (weclaw.WeclawError, OSError) as error:
             name = other if isinstance(other, str) else " ".join(other)
-            self.add("node", f"no copy there: {common.in_one_line(error)}", bad=True, node=name)
+            what = "no copy there"
+            if isinstance(error, PermissionError):
+                what = "can't be looked at"
+            self.add("node", f"{what}: {common.in_one_line(error)}", bad=True, node=name)
         else:
             mine = copy.queue == me.queue
             self._node(copy, bad=copy.role != "copy" or not mine, mine=mine)

@@ -78,7 +78,7 @@ def put(
     queue: weclaw.Queue | None = None
     with contextlib.ExitStack() as stack:
         # What can't be used makes no file; where there is one, it is opened before all else.
-        if os.path.lexists(file):
+        if common.is_there(file):
             queue = stack.enter_context(common.opened(file, create=True)).queue(topic)
         else:
             common.must_have_folder(file)
@@ -198,7 +198,7 @@ def _must_be_no_files(bodies: tuple[str, ...]) -> None:
         if not body.lower().endswith(_ENDINGS):
             continue
         name = common.excerpt(body)
-        if not os.path.exists(body):
+        if common.is_there(body) is False:
             common.say(
                 f"weclawctl: there is no file {name!r}, so the name itself is put, as text; --text "
                 "says that it is meant"
