@@ -501,3 +501,31 @@ def test_reasons_that_differ_in_numbers_are_one_row(file: Path, js: Any) -> None
     ]
     for one in found:
         assert len(js("dlq", "list", file, "--reason", one["reason"])) == one["letters"]
+
+
+def test_what_is_no_queue_gets_no_memory_of_a_watch(file: Path, tmp_path: Path, ctl: Any) -> None:
+    """A file that is not ours, and a topic that is not there: nothing is made beside them."""
+    file.write_text("notes")
+    assert ctl("dlq", "watch", file, "--exec", "true", "--once")[0] == 1
+    assert list(tmp_path.iterdir()) == [file]
+    file.unlink()
+    weclaw.Queue(file).close()
+    before = sorted(tmp_path.iterdir())
+    words = ("dlq", "watch", file, "--exec", "true", "--once", "--topic", "none")
+    assert ctl(*words)[0] == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_the_command_of_a_watch_prints_is_no_part_of_the_json(file: Path) -> None:
+    """Each line is an object; what the command says goes to standard error."""
+    ids = kill_letters(file, 1, 2)
+    words = ("dlq", "watch", file, "--once", "--exec", "echo called; echo $WECLAW_LETTER_ID")
+    out, err = start(*words, "--json").communicate(timeout=60)
+    assert [json.loads(line)["id"] for line in out.splitlines()] == ids
+    assert err.split() == ["called", ids[0], "called", ids[1]]
+    for letter in ids:
+        with weclaw.Queue(file) as q:
+            q.dlq.redrive([letter])
+            q.get(timeout=5).fail("again")
+    out, err = start(*words).communicate(timeout=60)
+    assert out.split() == ["called", ids[0], "called", ids[1]]

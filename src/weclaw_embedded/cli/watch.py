@@ -9,6 +9,7 @@ is reported and not called again. A letter that was redriven and dies again is a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -34,6 +35,7 @@ _PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 600.0
 # The longest text a variable of the environment may have is 128 KiB on Linux.
 _LONGEST = 100_000
+_STDERR = 2
 
 Death = tuple[str, str, int, int]  # topic, group, offset, time in microseconds
 
@@ -79,17 +81,18 @@ def watch(
     WECLAW_LETTER_ID, _REASON, _TOPIC, _GROUP, _FILE and _ATTEMPT. Started again, it goes on where
     it was. A command that fails is reported and called again later, for as long as the letter is
     there: after --retry-after, at the next start, or by the next --once. With --json, one object a
-    line for each call.
+    line for each call, and what CMD prints goes to standard error.
     """
-    common.must_exist(file)
-    memory = _Memory(state or f"{os.path.realpath(file)}.watch")
     stop = _Stop()
     failed = 0
     try:
-        with common.looking(file, readonly=readonly) as store:
+        with common.looking(file, readonly=readonly) as store, contextlib.ExitStack() as stack:
             wrong = common.missing(store, topic, group)
             if wrong is not None and once:
                 common.fail(f"{wrong}; nothing was called")
+            # Only now: what is no queue, or is not meant, gets nothing beside it.
+            memory = _Memory(state or f"{os.path.realpath(file)}.watch")
+            stack.callback(memory.close)
             if wrong is not None:  # it may begin at any moment
                 common.say(f"weclawctl: {wrong}; waiting for it")
             if memory.unfinished is not None:
@@ -128,7 +131,6 @@ def watch(
                 stop.wait(max(interval, 0.05))
     finally:
         stop.end()
-        memory.close()
     return 1 if once and failed else 0
 
 
@@ -189,6 +191,8 @@ def _call(
         command,
         shell=True,  # it is the operator's own command; what is in a letter is never part of it
         input=(dumps(letter.to_dict()) + "\n").encode("utf-8", "backslashreplace"),
+        # Standard output is one object a line then.
+        stdout=_STDERR if as_json else None,
         env=environment,
         # Ctrl-C is for us: the command may end what it began.
         start_new_session=True,
