@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from tests.helpers.cli import kill_letters, start, until
+from tests.helpers.cli import COMMAND, kill_letters, start, until
 from tests.helpers.faults import read_only
+from tests.helpers.processes import environment
 
 import weclaw_embedded as weclaw
 
@@ -336,3 +338,38 @@ def test_a_new_file_where_nothing_can_be_written_is_not_said_to_be_unreadable(
         assert "can't be read" not in err
         with pytest.raises(weclaw.StorageError, match="there is no such file, and none can be"):
             weclaw.Queue(there / "new.wq")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stats",),
+        ("stats", "--json"),
+        ("tail", "--no-follow", "--json"),
+        ("top", "-n", "1"),
+        ("metrics",),
+        ("dlq export", "-"),
+        ("put", "1"),
+        ("--help",),
+    ],
+    ids=" ".join,
+)
+def test_a_full_standard_output_is_named_as_such(
+    words: tuple[str, ...], file: Path, letter: str
+) -> None:
+    """It leaves nobody to think that it is the disk of the queue that is full."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, *command(words, file)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            timeout=60,
+        )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(
+        "weclawctl: standard output can't be written (No space left on device), so not all was"
+    )
+    assert done.stderr.count("\n") == 1

@@ -37,11 +37,13 @@ def main(interrupt: Any = None) -> None:
         sys.exit(130)
     try:
         from weclaw_embedded.cli._app import run
+        from weclaw_embedded.cli._screen import open_output
 
-        # A terminal that can't show a sign gets its code, not an error in the middle of a table.
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout = open_output(sys.stdout)
+        # A terminal that can't show a sign gets its code, not an error in the middle of a line.
+        if isinstance(sys.stderr, io.TextIOWrapper):
+            sys.stderr.reconfigure(errors="backslashreplace")
         if interrupt is not None:
             signal.signal(signal.SIGINT, interrupt)
         status = run(sys.argv[1:])

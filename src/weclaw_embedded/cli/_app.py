@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from weclaw_embedded.cli import (
     work,
 )
 from weclaw_embedded.cli._common import in_one_line, plain, say
+from weclaw_embedded.cli._screen import OutputError, drop_output
 from weclaw_embedded.errors import WeclawError
 
 __all__ = ["app", "run"]
@@ -120,8 +120,17 @@ def run(arguments: Sequence[str]) -> int:
         click.echo("weclawctl: interrupted; nothing is left half done", err=True)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has seen enough; without this the interpreter complains at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()  # whoever read it has seen enough
+        return 1
+    except OutputError as error:
+        drop_output()
+        if debug:
+            traceback.print_exc()
+        click.echo(
+            f"weclawctl: standard output can't be written ({error.strerror}), so not all was "
+            "printed; what was done to the file is done; send the output elsewhere",
+            err=True,
+        )
         return 1
     except (WeclawError, OSError, ValueError, TypeError) as error:
         if debug:

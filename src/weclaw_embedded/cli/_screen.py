@@ -6,6 +6,8 @@ Nothing here knows of queues. What comes from outside goes through `plain` befor
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -31,12 +33,15 @@ from rich.text import Text
 from weclaw_embedded._jsonable import dumps
 
 __all__ = [
+    "OutputError",
     "age",
     "console",
     "count",
+    "drop_output",
     "excerpt",
     "holders",
     "middle",
+    "open_output",
     "paused",
     "plain",
     "print_table",
@@ -46,6 +51,39 @@ __all__ = [
     "size",
     "when",
 ]
+
+
+class OutputError(OSError):
+    """Standard output can't be written: no fault of the queue's disk, whatever the number says."""
+
+
+class _Output(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise  # whoever read it has seen enough
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
+
+
+def open_output(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same standard stream, so that what can't be written there raises OutputError. A sign that
+    a terminal can't show becomes its code, not an error in the middle of a table.
+    """
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def drop_output() -> None:
+    """What is still to be written goes nowhere, so that the interpreter does not try it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def plain(text: str) -> str:
