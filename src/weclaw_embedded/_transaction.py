@@ -48,14 +48,14 @@ class Transaction:
 
     def ack(self, msg: Message, result: Any = None) -> None:
         """Settle `msg` when the block ends. Raises as `Message.ack` does, at the end for leases."""
-        if self._over or not self._begun:
-            self._open()
         if not isinstance(msg, Message):
             raise TypeError(f"ack takes a Message, not {msg!r}; nothing was changed")
         lease = msg._lease or msg._held()
         if lease.engine is not self._engine:
             raise ValueError("the message is of another file; a transaction is within one file")
-        self._acks.append((lease, b"" if result is None else pack_result(result)))
+        packed = b"" if result is None else pack_result(result)
+        self._check_open()
+        self._acks.append((lease, packed))
 
     def put(
         self,
@@ -74,13 +74,14 @@ class Transaction:
         Returns the `id` that was given. One that is made says where the message stands, which is
         known when the block has ended: then all of them are in `ids`, and until then it is None.
         """
-        self._open()
         queue = self._queue
         data, terms = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
-        self._puts.append((_address_of(queue, topic), ([data], terms)))
+        address = _address_of(queue, topic)
+        self._check_open()
+        self._puts.append((address, ([data], terms)))
         return terms.id
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._over:
             raise ClosedError("the transaction has ended; nothing was added; begin another")
         if not self._begun:
@@ -95,7 +96,7 @@ class Transaction:
 
     def _begin(self) -> None:
         if self._over:
-            self._open()
+            self._check_open()
         self._begun = True
 
     def __exit__(
