@@ -5,6 +5,8 @@
 Each line is an object with a "prompt", and an "id" if it has one. The queue stands beside the
 input; an answer is on disk before the next question is asked, so a second run goes on where the
 first ended. When all is answered the output appears, in the order of the input.
+
+It needs the extra `examples` (rich, for the bar): in the repository, pip install '.[examples]'
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+try:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing.name} is missing: in the repository, pip install '.[examples]'")
 
 import weclaw_embedded as weclaw
 
@@ -96,6 +107,10 @@ def write(q: weclaw.Queue, ids: list[str], target: Path) -> int:
 
 
 def main(source: Path, target: Path) -> int:
+    try:
+        source.open("rb").close()  # else a queue is made beside an input that isn't there
+    except OSError as error:
+        sys.exit(f"{source} can't be read: {error.strerror}")
     # Answers are kept for as long as the queue is, not only for two days.
     with weclaw.Queue(f"{source}.wq", retention=None, retention_bytes=None) as q:
         ids = fill(q, source)

@@ -2,7 +2,8 @@
 
     python one_line.py "first prompt" "second prompt" …
 
-Kill it in the middle and run it again, without arguments: it goes on with what was left.
+Kill it in the middle and run it again, without arguments: it goes on with what was left. It needs
+nothing but weclaw_embedded.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ import pytest
 from tests.helpers.processes import environment
 from tests.helpers.queues import eventually
 
+import weclaw_embedded as weclaw
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -123,6 +125,66 @@ def test_the_service_loses_no_task_though_all_of_it_is_killed(tmp_path):
             assert surely(port, "/tasks/nothing") == (404, {"status": "unknown"})
             assert surely(port, "/tasks", {"no": "prompt"})[0] == 400
     assert ids == {n: f"task-{n}" for n in range(61)}
+
+
+def test_the_service_refuses_what_can_be_no_task(tmp_path):
+    """What a client did wrong is answered with 400, and nothing of it reaches the worker."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    port = free_port()
+    with service(port, tmp_path, "app"):
+        assert surely(port, "/tasks", {"prompt": "good"}, key="good")[0] == 202
+        for task in ({"prompt": 5}, {"prompt": None}, {"prompt": "\ud800"}, [], "text"):
+            code, answer = call(port, "/tasks", task)
+            assert (code, list(answer)) == (400, ["error"]), task
+        code, answer = call(port, "/tasks", {"prompt": "good"}, key="k" * 3000)
+        assert (code, list(answer)) == (400, ["error"])
+        for wait in ("abc", "-1", "nan", ""):
+            assert call(port, f"/tasks/good?wait={wait}")[0] == 400, wait
+        assert call(port, f"/tasks/{'k' * 3000}")[0] in (400, 404)
+        assert call(port, "/tasks/good?wait=0.01") == (202, {"status": "ready"})
+    with weclaw.Queue(tmp_path / "tasks.wq") as q:
+        assert [msg.id for msg in q.peek(10)] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("example", "modules"),
+    [("service/app.py", ("uvicorn", "starlette.applications")), ("batch.py", ("rich.progress",))],
+    ids=["service", "batch"],
+)
+def test_an_example_says_what_it_needs(example, modules, tmp_path):
+    """Without its extra it ends with one line that says how to get it."""
+    block = "".join(f"sys.modules[{name!r}] = None; " for name in modules)
+    path = str(EXAMPLES / example)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys, runpy; {block}runpy.run_path({path!r}, run_name='__main__')",
+        ],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("is missing: in the repository, pip install '.[examples]'\n")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_batch_makes_nothing_of_an_input_that_is_not_there(tmp_path):
+    """A name misspelled ends in one line, and no queue is made beside it."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "batch.py"), "none.jsonl", "out.jsonl"],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "none.jsonl can't be read: No such file or directory\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_batch_goes_on_where_it_was_killed(tmp_path):

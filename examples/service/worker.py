@@ -1,4 +1,6 @@
-"""Works off what app.py has accepted; see there. Ctrl-C or SIGTERM stop it in an orderly way."""
+"""Works off what app.py has accepted; see there. Ctrl-C or SIGTERM stop it in an orderly way. It
+needs nothing but weclaw_embedded.
+"""
 
 from __future__ import annotations
 
