@@ -14,7 +14,8 @@ import weclaw_embedded as weclaw
 from weclaw_embedded import _folding
 from weclaw_embedded._format import CHECKPOINT_FRAME
 from weclaw_embedded._index import Index
-from weclaw_embedded._index_rows import GROUP, HEAD, U64, GroupState
+from weclaw_embedded._index_rows import GROUP, HEAD, U64
+from weclaw_embedded._index_topics import GroupState
 from weclaw_embedded.wal import TAIL
 
 BODY = "x" * 1000

@@ -22,7 +22,8 @@ from index_model import ALL, Driver, check, found, joined, rebuild, stretch, tel
 from weclaw_embedded import _index as door
 from weclaw_embedded import _records as rec
 from weclaw_embedded._index import FILE_NAME, Index, IndexFullError, Picks, Tx
-from weclaw_embedded._index_rows import CHUNK_ENTRIES, HEAD
+from weclaw_embedded._index_rows import HEAD
+from weclaw_embedded._index_topics import CHUNK_ENTRIES
 
 GID = rec.group_id("default", "default")
 PUT = joined(rec.pack_put(0, 0, 0, b"", b"body"))

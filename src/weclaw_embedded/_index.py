@@ -9,9 +9,10 @@ lock; a transaction lives within one call of the store.  The map grows with no t
 early enough that it is never full in one.  Some room behind the last page is kept allocated, so
 that acks and gets go on when the disk is full.
 
-The parts: `_index_rows` is what is stored, `_index_state` the open transaction, `_index_moves`
-how a message moves, `_index_change`, `_index_keep`, `_index_notes` and `_index_fold` what records
-do, `_index_many` what many of them do, `_index_ask` what may be asked.
+The parts: `_index_rows` and `_index_topics` are what is stored, `_index_state` the open
+transaction, `_index_queues` topics, groups and queues in it, `_index_moves` how a message moves,
+`_index_change`, `_index_notes`, `_index_keep` and `_index_fold` what records do, `_index_many` what
+many of them do, `_index_ask` what may be asked, `_index_forget` what may go.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import lmdb
 
 from . import _files
 from ._index_ask import Ask
+from ._index_forget import Forget
 from ._index_many import Frame, Many
-from ._index_rows import GroupState, Location, Pick, Picks, Row, TopicState, picks_of
+from ._index_rows import Location, Pick, Picks, Row, picks_of
 from ._index_state import BehindError, IndexFullError
+from ._index_topics import GroupState, TopicState
 from .errors import DiskFullError
 
 logger = logging.getLogger("weclaw_embedded")
@@ -59,7 +62,7 @@ RESERVE_BYTES: Final = 256 * 2**10
 CHECK_EVERY: Final = 64  # commits between looks at the map and the reserve
 
 
-class Tx(Many, Ask):
+class Tx(Many, Ask, Forget):
     """One transaction, to read and to write; begun by `Index.write`."""
 
     main: Any = None  # LMDB's handle of the one database

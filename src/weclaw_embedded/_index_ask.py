@@ -15,7 +15,6 @@ from ._index_change import Change
 from ._index_rows import (
     BACK,
     CANCELLED,
-    CHUNK_ENTRIES,
     DEAD,
     EXPIRY,
     ID,
@@ -28,17 +27,16 @@ from ._index_rows import (
     U32,
     U64,
     WAIT,
-    GroupState,
     Pick,
     Picks,
     Row,
-    TopicState,
     id_hash,
     key_tid_u64,
     key_u64,
     key_u64_u64,
     picks_of,
 )
+from ._index_topics import CHUNK_ENTRIES, GroupState, TopicState
 from ._records import (
     FROM_QUEUE,
     NEVER,

@@ -35,9 +35,7 @@ from ._index_rows import (
     U32,
     U64,
     WAIT,
-    GroupState,
     Row,
-    TopicState,
     key_key,
     key_ranked,
     key_tid_u64,
@@ -45,6 +43,7 @@ from ._index_rows import (
     key_u64_u64,
     name_key,
 )
+from ._index_topics import GroupState, TopicState
 from ._records import (
     Cancel,
     Group,

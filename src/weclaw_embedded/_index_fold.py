@@ -20,9 +20,7 @@ import lmdb
 from . import _records as rec
 from ._index_keep import Keep
 from ._index_rows import (
-    CHUNK_ENTRIES,
     LEASED,
-    NARROW,
     NOTHING,
     ONCE,
     RESULT,
@@ -31,12 +29,11 @@ from ._index_rows import (
     ROW_KEYED,
     ROW_SIZE,
     U64,
-    GroupState,
     Picks,
     Row,
-    TopicState,
     key_u64_u64,
 )
+from ._index_topics import CHUNK_ENTRIES, NARROW, GroupState, TopicState
 from ._records import (
     ACK,
     ACK_HEAD,

@@ -19,16 +19,8 @@ import lmdb
 
 from ._format import ENVELOPE_BYTES, Stretch
 from ._index_fold import Fold
-from ._index_rows import (
-    NARROW,
-    RESULT,
-    U64,
-    Chunk,
-    GroupState,
-    Leases,
-    TopicState,
-    key_u64_u64,
-)
+from ._index_rows import RESULT, U64, key_u64_u64
+from ._index_topics import NARROW, Chunk, GroupState, Leases, TopicState
 from ._records import (
     ACK,
     ACK_HEAD,

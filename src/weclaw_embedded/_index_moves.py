@@ -11,6 +11,7 @@ It does not know records; those are `_index_change`'s, `_index_keep`'s and `_ind
 
 from __future__ import annotations
 
+from ._index_queues import Queues
 from ._index_rows import (
     BACK,
     DEAD,
@@ -21,14 +22,12 @@ from ._index_rows import (
     SUSPECT,
     U64,
     WAIT,
-    GroupState,
     Row,
-    TopicState,
     key_key,
     key_ranked,
     key_u64_u64,
 )
-from ._index_state import State
+from ._index_topics import GroupState, TopicState
 from ._records import (
     STATE_DEAD,
     STATE_LEASED,
@@ -39,7 +38,7 @@ from ._records import (
 )
 
 
-class Moves(State):
+class Moves(Queues):
     """Moves messages; keeps rows, keys and counters true."""
 
     def _consume(self, group: GroupState, topic: TopicState, priority: int, offset: int) -> bool:
