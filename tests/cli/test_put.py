@@ -65,3 +65,63 @@ def test_the_line_of_a_record_of_csv_is_where_it_begins(
     assert err.startswith("weclawctl: line 4: ")
     _, _, err = ctl("put", file, "--input", source, "--id-field", "none")
     assert err.startswith("weclawctl: line 2: there is no field 'none'")
+
+
+@pytest.mark.parametrize(
+    ("body", "warned"),
+    [
+        ("tasks.txt", True),
+        ("none/x", True),
+        ("/none/such", True),
+        ("../tasks.JSONL", True),
+        ("my tasks.jsonl", True),
+        ("a line of text.", False),
+        ("see tasks.txt", False),
+        ("https://example.org/a/page.html", False),
+        ('"tasks"', False),
+        ("1.5", False),
+        ("[1]", False),
+        ("{}", False),
+    ],
+)
+def test_what_looks_like_a_path_and_is_none_is_put_with_a_word(
+    body: str, warned: bool, file: Path, tmp_path: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever misspelt the name of a file is told that the name itself was put."""
+    monkeypatch.chdir(tmp_path)
+    status, _, err = ctl("put", file, body)
+    assert status == 0
+    assert (f"there is no file {body!r}" in err) == warned
+    assert len(err.splitlines()) == warned
+    assert ctl("put", file, body, "--text")[1:] == ("1 message put into " + str(file) + "\n", "")
+
+
+def test_a_body_that_is_refused_is_told_without_lines(file: Path, ctl: Any) -> None:
+    """There are none on a command line; of several, it is said which."""
+    big = str(2**70)
+    status, _, err = ctl("put", file, big)
+    assert status == 1
+    assert "line" not in err
+    assert "before it" not in err
+    assert not file.exists()
+    status, _, err = ctl("put", file, "1", big, "3")
+    assert status == 1
+    assert err.startswith("weclawctl: body 2: ")
+    assert "; 1 message before it was put; put the rest" in err
+    assert bodies(file) == [1]
+
+
+def test_what_all_of_an_input_is_refused_for_is_said_of_its_lines(
+    file: Path, tmp_path: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "tasks.jsonl"
+    source.write_text("1\n\n2\n", "utf-8")
+
+    def refused(*_: object) -> None:
+        raise weclaw.StoreFailedError("the disk is gone")
+
+    monkeypatch.setattr(weclaw.Queue, "put_many", refused)
+    assert ctl("put", file, "--input", source)[2] == (
+        "weclawctl: line 1 to line 3: the disk is gone; nothing was put before it\n"
+    )
+    assert ctl("put", file, "1")[2] == "weclawctl: the disk is gone\n"

@@ -103,7 +103,7 @@ def test_the_line_that_is_refused_is_named(file: Path, tmp_path: Path, ctl: Any)
     status, _, err = ctl("put", file, "--input", source)
     assert status == 1
     assert err.startswith("weclawctl: line 3: ")
-    assert "2 messages before it put" in err
+    assert "2 messages before it were put" in err
     with weclaw.Queue(file) as q:
         assert [one.body["a"] for one in q.peek(5)] == [1, 2]
 

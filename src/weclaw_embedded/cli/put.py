@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["COMMANDS"]
 _CHUNK_BYTES = 1 << 20
 # What files of messages are called.
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".csv")
+# What looks like a path: with a folder, or an ending, and no address of something on the net.
+_PATH = re.compile(r"(?![a-z][a-z0-9+.-]*://)(\S*/\S+|[\w~.-]+\.[a-z]\w{0,5})", re.IGNORECASE)
 
 
 @click.command()
@@ -92,7 +95,7 @@ def put(
                 elif messages:
                     if queue is None:
                         queue = stack.enter_context(common.opened(file, create=True)).queue(topic)
-                    ids, refused = _put_all(queue, messages, [line for line, _ in batch])
+                    ids, refused = _put_all(queue, messages, [where for where, _ in batch])
                     fault = refused or fault
                 total += len(ids)
                 update(completed=total)
@@ -103,13 +106,23 @@ def put(
                     break
             update(total=total)
     if fault is not None:
-        common.fail(
-            f"{fault}; {common.count(total, 'message')} before it put; put the rest when that is "
-            "mended"
-        )
+        common.fail(_what_is_put(fault, total, alone=len(bodies) == 1))
     if not as_json:
         none = "" if queue is not None else ", which was not made: there was nothing to put"
         click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}{none}")
+
+
+def _what_is_put(fault: str, total: int, *, alone: bool) -> str:
+    """The fault, and what was put before it."""
+    if alone:
+        return fault
+    if not total:
+        return f"{fault}; nothing was put before it"
+    was_were = "was" if total == 1 else "were"
+    return (
+        f"{fault}; {common.count(total, 'message')} before it {was_were} put; put the rest when "
+        "that is mended"
+    )
 
 
 @contextlib.contextmanager
@@ -125,31 +138,35 @@ def _told_when_interrupted(total: Callable[[], int]) -> Iterator[None]:
 
 
 def _messages(
-    batch: list[tuple[int, Any]], key_field: str | None, id_field: str | None, terms: dict[str, Any]
+    batch: list[tuple[str, Any]], key_field: str | None, id_field: str | None, terms: dict[str, Any]
 ) -> tuple[list[weclaw.Put], str | None]:
-    """What is to be put for these (line, body); up to the first without its key or id, and why."""
+    """What is to be put for these (where, body); up to the first without its key or id, and why."""
     messages: list[weclaw.Put] = []
-    for line, body in batch:
+    for where, body in batch:
         try:
             key = _field(body, key_field, "key")
             id = _field(body, id_field, "id")
         except ValueError as error:
-            return messages, f"line {line}: {error}"
+            return messages, _told(where, error)
         messages.append(weclaw.Put(body, id=id, key=key, **terms))
     return messages, None
 
 
-def _unfit(line: int, body: Any) -> str | None:
+def _unfit(where: str, body: Any) -> str | None:
     """Why the first message of a file to be made can't be put, whatever else may be wrong."""
     try:
         pack_value(body)
     except weclaw.SerializationError as error:
-        return f"line {line}: {error}"
+        return _told(where, error)
     return None
 
 
+def _told(where: str, error: Exception) -> str:
+    return f"{where}: {error}" if where else str(error)
+
+
 def _put_all(
-    queue: weclaw.Queue, messages: list[weclaw.Put], lines: list[int]
+    queue: weclaw.Queue, messages: list[weclaw.Put], places: list[str]
 ) -> tuple[list[str], str | None]:
     """Put them together; if one is refused, those before it. The ids, and what was wrong where."""
     if not messages:
@@ -159,28 +176,30 @@ def _put_all(
     except (weclaw.SerializationError, weclaw.MessageTooLargeError, ValueError) as error:
         # Refused as a whole, with nothing written: which of them is it?
         if len(messages) == 1:
-            return [], f"line {lines[0]}: {error}"
+            return [], _told(places[0], error)
         ids: list[str] = []
-        for line, message in zip(lines, messages, strict=False):
-            put, fault = _put_all(queue, [message], [line])
+        for where, message in zip(places, messages, strict=False):
+            put, fault = _put_all(queue, [message], [where])
             ids += put
             if fault is not None:
                 return ids, fault
         return ids, None
     except weclaw.WeclawError as error:
-        return [], f"lines {lines[0]} to {lines[len(messages) - 1]}: {error}"
+        first, last = places[0], places[len(messages) - 1]
+        return [], _told(first if first == last else f"{first} to {last}", error)
 
 
-Batch = tuple[list[tuple[int, Any]], "str | None"]
+Batch = tuple[list[tuple[str, Any]], "str | None"]
 
 
 def _batches(
     bodies: tuple[str, ...], source: str | None, form: str | None, *, text: bool
 ) -> Iterator[Batch]:
-    """Yield ([(line, body)], fault): what is there already is put without waiting for more."""
+    """Yield ([(where, body)], fault): what is there already is put without waiting for more."""
     if bodies:
         read = str if text else _from_argument
-        yield [(i, read(body)) for i, body in enumerate(bodies, 1)], None
+        names = [f"body {i}" for i in range(1, len(bodies) + 1)] if len(bodies) > 1 else [""]
+        yield [(name, read(body)) for name, body in zip(names, bodies, strict=True)], None
         return
     if form is None:
         form = "csv" if source is not None and source.lower().endswith(".csv") else "jsonl"
@@ -195,15 +214,14 @@ def _batches(
 def _must_be_no_files(bodies: tuple[str, ...]) -> None:
     """The name of a file of messages is hardly meant as a message; a misspelt one may be."""
     for body in bodies:
-        if not body.lower().endswith(_ENDINGS):
-            continue
         name = common.excerpt(body)
-        if common.is_there(body) is False:
+        is_named_so = body.lower().endswith(_ENDINGS)
+        if (is_named_so or _PATH.fullmatch(body)) and common.is_there(body) is False:
             common.say(
                 f"weclawctl: there is no file {name!r}, so the name itself is put, as text; --text "
                 "says that it is meant"
             )
-        if os.path.isfile(body):
+        if is_named_so and os.path.isfile(body):
             raise click.UsageError(
                 f"{name!r} is a file: --input {name} puts what is in it, --text the name itself"
             )
@@ -228,7 +246,7 @@ def _jsonl(fd: int) -> Iterator[Batch]:
         *lines, rest = (rest + chunk).split(b"\n")
         if not chunk:
             lines, rest = [rest], b""
-        batch: list[tuple[int, Any]] = []
+        batch: list[tuple[str, Any]] = []
         fault = None
         for raw in lines:
             line += 1
@@ -236,7 +254,7 @@ def _jsonl(fd: int) -> Iterator[Batch]:
             if not text:
                 continue
             try:
-                batch.append((line, json.loads(text)))
+                batch.append((f"line {line}", json.loads(text)))
             except (ValueError, RecursionError) as error:
                 fault = f"line {line} is not JSON: {error}"
                 break
@@ -249,7 +267,7 @@ def _csv(fd: int) -> Iterator[Batch]:
     """Yield as `_batches` does; a record is named by the line on which it begins."""
     with _decoded(fd) as lines:
         reader = csv.reader(lines, strict=True)
-        batch: list[tuple[int, Any]] = []
+        batch: list[tuple[str, Any]] = []
         heading: list[str] = []
         line = 1
         try:
@@ -260,7 +278,7 @@ def _csv(fd: int) -> Iterator[Batch]:
                     if len(row) != len(heading):
                         more = "more" if len(row) > len(heading) else "fewer"
                         raise csv.Error(f"{more} fields than the heading has")
-                    batch.append((line, dict(zip(heading, row, strict=True))))
+                    batch.append((f"line {line}", dict(zip(heading, row, strict=True))))
                     if len(batch) == 1000:
                         yield batch, None
                         batch = []
