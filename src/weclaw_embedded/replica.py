@@ -106,8 +106,8 @@ def _promote(name: str) -> int:
         role, fenced_by = read_role(fd, header)
         if role == PRIMARY:
             raise StorageError(
-                f"{name} is no copy but a queue in its own right; nothing was changed; open it as "
-                "it is"
+                f"{name} is no copy but a queue in its own right; nothing was changed; there is "
+                "nothing to promote: use it, or, if it can't be opened, restore it"
             )
         log = Log(fd, header, LogState())
         recover_copy(log)

@@ -180,3 +180,13 @@ def test_promote_says_it_once_and_asks_only_of_a_copy(file: Path, copy: Path, ct
         assert screen.end() == 1
     status, out, err = ctl("promote", copy)
     assert (status, len(out.splitlines()), err) == (0, 1, "")
+
+
+def test_promote_sends_nobody_to_open_what_can_not_be_opened(file: Path, ctl: Any) -> None:
+    """Of a file cut short its first bytes say that it is no copy; the rest is gone."""
+    weclaw.Queue(file).close()
+    os.truncate(file, 100)
+    status, _, err = ctl("promote", file, "--yes")
+    assert status == 1
+    assert "restore it" in err
+    assert "open it as it is" not in err

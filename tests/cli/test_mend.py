@@ -423,3 +423,18 @@ def test_a_group_is_left_behind(file: Path, js: Any, ctl: Any) -> None:
     status, _, err = ctl(*words, "--yes")
     assert status == 1
     assert "there is no group 'old' in topic 'mails'" in err
+
+
+@pytest.mark.parametrize("scratch", ["kept", "deleted"])
+def test_verify_says_each_fault_once(scratch: str, file: Path, done: list[str], ctl: Any) -> None:
+    """Also where it is met while the file is opened: it stands in the answer."""
+    with weclaw.Queue(file) as q:
+        q.put("b" * 300)
+        q.put("after it")
+    damage(file, b"b" * 300)
+    if scratch == "deleted":
+        shutil.rmtree(f"{file}.d")
+    for form in ((), ("--json",)):
+        status, out, err = ctl("verify", file, *form)
+        assert (status, err) == (1, "")
+        assert out.count("checksum") == 1, out

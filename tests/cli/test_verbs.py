@@ -460,7 +460,12 @@ def test_errors_are_one_line_and_debug_shows_the_traceback(tmp_path: Path, ctl: 
         (("no-such-verb",), "no verb 'no-such-verb'"),
         (("stat", "x.wq"), "there is 'stats'"),
         (("stats",), "missing argument 'FILE'"),
-        (("stats", "x.wq", "--nonsense"), "no such option"),
+        (("stats", "x.wq", "--nonsense"), "no such option '--nonsense'; 'weclawctl stats --help"),
+        (
+            ("work", "x.wq", "os:getcwd", "--max-retries", "3"),
+            "no such option '--max-retries'; there is '--max-run-time'; 'weclawctl work --help",
+        ),
+        (("pause", "x.wq", "-5"), "what begins with '-' stands behind '--'; 'weclawctl"),
         (("put", "x.wq", "--priority", "10", "1"), "--priority"),
         (("pause", "x.wq", "soon"), "48h"),
         (("pause", "x.wq", "0"), "more than 0"),

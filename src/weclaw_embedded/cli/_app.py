@@ -85,8 +85,12 @@ def _usage(error: click.UsageError) -> str:
     """What is wrong with a command line, and where it says how it goes, in one line."""
     path = error.ctx.command_path if error.ctx is not None else "weclawctl"
     text = plain(" ".join(error.format_message().split())).rstrip(".?")
-    if isinstance(error, click.NoSuchOption) and error.option_name[1:2].isdigit():
-        text = f"{error.option_name!r} is no option; what begins with '-' stands behind '--'"
+    if isinstance(error, click.NoSuchOption):
+        text = f"no such option {error.option_name!r}"
+        if error.possibilities:
+            text += f"; there is {' and '.join(map(repr, sorted(error.possibilities)))}"
+        if error.option_name[1:2].isdigit():
+            text = f"{error.option_name!r} is no option; what begins with '-' stands behind '--'"
     return f"{path}: {text[:1].lower()}{text[1:]}; '{path} --help' says how"
 
 

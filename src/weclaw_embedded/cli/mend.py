@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import time
+from collections.abc import Iterator
 
 import click
 
@@ -38,6 +41,7 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
     """
     del readonly  # opened otherwise a torn end would be cut, and a copy of a header mended
     with (
+        contextlib.ExitStack() if against else _said_once(),
         common.looking(file, readonly=True) as store,
         common.progress_bar("verify", None, percent=True) as update,
     ):
@@ -75,6 +79,24 @@ def verify(file: str, against: str | None, as_json: bool, readonly: bool) -> int
     else:
         click.echo(f"the same: {common.count(compared.frames, 'frame')}")
     return 1 if faults or (compared is not None and compared.behind) else 0
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Leave out the warnings of damage met while the file is opened: they stand in the answer."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "damage at offset" not in record.msg
+
+    logger = logging.getLogger("weclaw_embedded")
+    handlers = list(logger.handlers)
+    for handler in handlers:
+        handler.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_other)
 
 
 def _what_of(faults: list[tuple[int, str]], store: weclaw.Store) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -68,7 +69,11 @@ def metrics(file: str, serve: str | None, as_json: bool, readonly: bool) -> int:
             ]
         )
     else:
-        click.echo(prometheus.generate_latest(registry).decode("utf-8"), nl=False)
+        text = prometheus.generate_latest(registry).decode("utf-8")
+        if sys.stdout.isatty():
+            text = "\n".join(map(common.plain, text.split("\n")))
+        # With color: else click leaves out of a pipe what looks like one, and two names are one.
+        click.echo(text, nl=False, color=True)
     if collector.error is not None:
         common.fail(collector.error)
     return 0
