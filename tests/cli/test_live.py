@@ -113,6 +113,39 @@ def test_the_middle_of_a_long_name_is_left_out(text: str, width: int) -> None:
         assert text.endswith(end)
 
 
+@pytest.mark.parametrize("width", [5, 9, 10, 20])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "topic-number-{:03}-with-a-long-name-主题",
+        "主题主题主题{}主题主题主题",
+        "{}",
+        "a" * 30 + "{}",
+    ],
+)
+def test_names_stay_apart_however_they_are_cut(form: str, width: int) -> None:
+    """They fit, and no two are alike, though both ends of all are the same."""
+    from weclaw_embedded.cli._screen import apart
+
+    names = [form.format(n) for n in range(0, 200, 7)]
+    found = apart(names, width)
+    assert all(cell_len(one) <= width for one in found), found
+    assert len(set(found)) == len(names), found
+
+
+def test_top_tells_topics_apart_that_begin_and_end_alike(file: Path, ctl: Any) -> None:
+    """The number in the middle is what one looks for."""
+    with weclaw.open(file) as store:
+        for n in range(40):
+            store.queue(f"topic-number-{n:02}-with-a-long-name-主题").put(n)
+    status, out, _ = ctl("top", file, "--interval", "0.1")
+    assert status == 0
+    rows = [line.split()[0] for line in out.splitlines() if "/default " in line]
+    assert len(rows) == 40
+    assert [row.split("…")[1][:2] for row in rows] == [f"{n:02}" for n in range(40)]
+    assert max(map(cell_len, out.splitlines())) <= 80
+
+
 # tail
 
 
@@ -191,6 +224,22 @@ def test_metrics_are_prometheus_text(file: Path, ctl: Any, js: Any) -> None:
     assert found[("weclaw_damaged",)] == 0
     assert ("weclaw_ready", "default", 'a "topic"\n') in found
     assert {"name": "weclaw_up", "labels": {}, "value": 1.0} in js("metrics", file)
+
+
+def test_metrics_leave_nothing_out_of_a_name(file: Path, ctl: Any) -> None:
+    """Not what a terminal would obey, either: two topics would have one label."""
+    pytest.importorskip("prometheus_client")
+    with weclaw.open(file) as store:
+        for n, name in enumerate(("a\x1b[31mb", "ab")):
+            store.queue(name).put_many([0] * (n + 1))
+    status, out, _ = ctl("metrics", file)
+    assert status == 0
+    assert 'weclaw_ready{group="default",topic="a\x1b[31mb"} 1.0' in out
+    assert 'weclaw_ready{group="default",topic="ab"} 2.0' in out
+    with Terminal("metrics", file) as screen:
+        assert screen.end() == 0
+        assert "\x1b[31m" not in screen.raw
+        assert 'topic="a\\x1b[31mb"} 1.0' in screen.raw
 
 
 def test_metrics_are_served_and_outlive_the_file(file: Path) -> None:

@@ -19,6 +19,7 @@ from weclaw_embedded._jsonable import dumps, jsonable
 from weclaw_embedded._message import Content
 from weclaw_embedded.cli._screen import (
     age,
+    apart,
     console,
     count,
     excerpt,
@@ -41,6 +42,7 @@ __all__ = [
     "Failure",
     "Place",
     "age",
+    "apart",
     "ask",
     "asks",
     "console",

@@ -5,6 +5,7 @@ Nothing here knows of queues. What comes from outside goes through `plain` befor
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import os
@@ -35,6 +36,7 @@ from weclaw_embedded._jsonable import dumps
 __all__ = [
     "OutputError",
     "age",
+    "apart",
     "console",
     "count",
     "drop_output",
@@ -114,6 +116,42 @@ def middle(text: str, width: int) -> str:
     while cell_len(end) > room // 2:
         end = end[1:]
     return f"{begin}…{end}"
+
+
+def apart(texts: Sequence[str], width: int) -> list[str]:
+    """Each in at most `width` columns; where `middle` leaves out what tells some from each other,
+    these are shown from where they begin to differ, which may still be too long for the width.
+    """
+    found = {text: middle(text, width) for text in texts}
+    for those in _alike(found):
+        found.update(_from_where_they_differ(those, width))
+    return [found[text] for text in texts]
+
+
+def _alike(shown: Mapping[str, str]) -> list[list[str]]:
+    """The texts that are shown as another one is, too."""
+    sets = collections.defaultdict(list)
+    for text, cut in shown.items():
+        sets[cut].append(text)
+    return [those for those in sets.values() if len(those) > 1]
+
+
+def _from_where_they_differ(texts: Sequence[str], width: int) -> dict[str, str]:
+    """With some of what they have in common before that, if they stay apart with it."""
+    columns = enumerate(zip(*texts, strict=False))
+    same = next((i for i, signs in columns if len(set(signs)) > 1), min(map(len, texts)))
+    found: dict[str, str] = {}
+    for room in (width // 3, 0):
+        begin = set_cell_size(texts[0][:same], min(same, room)).rstrip()
+        left = width - cell_len(begin) - 1
+        for text in texts:
+            rest = text[same:]
+            if cell_len(rest) > left:
+                rest = set_cell_size(rest, left - 1).rstrip() + "…"
+            found[text] = f"{begin}…{rest}"
+        if not _alike(found):
+            break
+    return found
 
 
 def count(number: int, noun: str) -> str:

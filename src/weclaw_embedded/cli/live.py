@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -176,9 +176,9 @@ def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
     shown = groups
     if len(groups) > room:
         shown = sorted(groups, key=lambda one: one["ready"] + one["leased"], reverse=True)[:room]
-    for one in shown:
+    for one, name in zip(shown, _names(shown, names), strict=True):
         table.add_row(
-            Text(_name(one, names), style="yellow" if one["paused"] else ""),
+            Text(name, style="yellow" if one["paused"] else ""),
             *(common.short(one[field]) for field in ("ready", "delayed", "leased")),
             Text(common.short(one["dead"]), style="red" if one["dead"] else ""),
             *(common.short(one[field]) for field in ("puts_per_s", "settled_per_s", "retries")),
@@ -209,12 +209,32 @@ def _picture(file: str, look: dict[str, Any], width: int, height: int) -> Group:
     return Group(*parts)
 
 
-def _name(place: dict[str, Any], width: int) -> str:
-    """topic/group in so many columns; of long ones the beginning and the end of each."""
-    topic, group = common.plain(place["topic"]), common.plain(place["group"])
+def _names(places: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """topic/group of each in so many columns; of long ones the beginning and the end of each, or
+    what tells them apart.
+    """
+    names = [(common.plain(one["topic"]), common.plain(one["group"])) for one in places]
+    found = {name: _name([name], width)[0] for name in names}
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for name, cut in found.items():
+        alike.setdefault(cut, []).append(name)
+    for those in alike.values():
+        if len(those) > 1:
+            found.update(zip(those, _name(those, width), strict=True))
+    return [found[name] for name in names]
+
+
+def _name(names: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """The same of names that stay apart from each other, with as much for each topic."""
+    topics, groups = zip(*names, strict=True)
     half = (width - 1) // 2
-    of_group = min(cell_len(group), max(half, width - 1 - cell_len(topic)))
-    return f"{common.middle(topic, width - 1 - of_group)}/{common.middle(group, of_group)}"
+    of_group = min(max(map(cell_len, groups)), max(half, width - 1 - max(map(cell_len, topics))))
+    return [
+        f"{topic}/{group}"
+        for topic, group in zip(
+            common.apart(topics, width - 1 - of_group), common.apart(groups, of_group), strict=True
+        )
+    ]
 
 
 def _end_of(file: str, width: int) -> str:
