@@ -28,6 +28,7 @@ LAYERS = [
     ["_slots"],
     ["_finding", "_scan", "_layout"],
     ["_reading", "_lost_end"],
+    ["_log_end"],
     ["_recovery"],
     ["wal"],
     ["_index_rows", "_index_topics"],
@@ -45,6 +46,7 @@ LAYERS = [
     ["_paths"],
     ["_opening"],
     ["_copy"],
+    ["_channel"],
     ["_feeder", "_receiver"],
     ["_session"],
     ["_folding", "_damage", "_together", "_durability", "_file_options"],
@@ -117,7 +119,7 @@ DOORS = {
     "_copy": {
         "os.open": "a copy that is made anew, beside its place",
     },
-    "_feeder": {
+    "_channel": {
         "os.open": "what the receiver says on standard error is kept",
         "os.close": "the same",
         "open": "the replica's address, noted beside the file",

@@ -42,9 +42,10 @@ from ._format import (
     unpack_role,
     unpack_slot,
 )
+from ._log_end import is_whole, look_at_copy
 from ._opening import IN_USE, RECEIVER
 from ._paths import read_header
-from ._recovery import is_whole, look_at_copy, recover_copy
+from ._recovery import recover_copy
 from ._stream import ALIVE, DAMAGED, MAX_DATA, UNSURE_BYTES, Hello, State, StreamError
 from ._watch import asker_of, watch_names
 from .errors import CorruptError, LockedError, StorageError

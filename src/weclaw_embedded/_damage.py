@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ._feeder import Address, normal, read_record
+from ._channel import Address, normal, read_record
 from ._session import ALL, Session
 from ._shared import IS_COPY, IS_FENCED, REPLICATION, SharedPage
 from ._wake import Timer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from . import _records
-from ._feeder import Address, normal
+from ._channel import Address, normal
 from ._format import FileHeader
 from ._options import DEFAULTS, RECORDED_OPTIONS, StoreOptions, check_option
 from ._session import SYNC, Session

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from . import _files, _stream
+from ._channel import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
 from ._copy import Copy, check_is_file, is_same_file
-from ._feeder import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
 from ._format import COPY, FIRST, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
 from ._mend import find_slot, has_slot, unreadable
 from ._options import StoreOptions

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _names, _records
+from ._channel import RECORD_NAME, normal, read_record, write_record
 from ._copy import is_same_file, write_role
-from ._feeder import RECORD_NAME, normal, read_record, write_record
 from ._format import PRIMARY
 from ._replication import Replication
 from ._rounds import fenced_error

@@ -20,18 +20,18 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from . import _files, _locks
-from ._copy import write_role
-from ._feeder import (
+from ._channel import (
     ERRORS_NAME,
     Address,
     Channel,
-    Link,
     LinkDownError,
     RefusedError,
     describe,
     normal,
     read_record,
 )
+from ._copy import write_role
+from ._feeder import Link
 from ._format import FENCED
 from ._opening import FEEDER
 from ._rounds import ROUND_S, Rounds

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from . import _clock, _files, _locks, _stream
+from ._channel import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._copy import Copy, is_same_file, role_of
-from ._feeder import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
 from ._file_options import recorded_replica
 from ._format import COPY, PRIMARY, FileHeader
 from ._healing import NOBODY, complete, patience_of, replica_of

@@ -25,7 +25,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ._feeder import Link, LinkDownError, RefusedError
+from ._channel import LinkDownError, RefusedError
+from ._feeder import Link
 from ._shared import (
     FAILED,
     FENCED_BY,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
 from . import _files, _locks, _registry
+from ._channel import describe
 from ._copy import ROLE_NAMES, is_alive, lock_copy, read_role, role_of, write_role
-from ._feeder import describe
 from ._format import DEFAULT_SEGMENT_BYTES, PRIMARY
 from ._healing import ask
 from ._opening import RECEIVER

@@ -31,6 +31,7 @@ from itertools import chain
 from zlib import crc32
 
 from . import _clock, _files, _names
+from ._finding import HEADER_HEALED
 from ._format import (
     CHECKPOINT_FRAME,
     ENVELOPE_BYTES,
@@ -53,17 +54,10 @@ from ._format import (
     unpack_header,
 )
 from ._layout import JOIN_BYTES, NO_BYTES, SMALL_BYTES, Layout, Record
+from ._log_end import Follow, Recovery, last_checkpoint, verify
+from ._lost_end import SEGMENT_LABELLED
 from ._reading import Reading
-from ._recovery import (
-    HEADER_HEALED,
-    SEGMENT_LABELLED,
-    Follow,
-    Recovery,
-    heal,
-    last_checkpoint,
-    recover,
-    verify,
-)
+from ._recovery import heal, recover
 from ._scan import Frame, OnDamage
 from ._segments import (
     ANNOUNCED,
