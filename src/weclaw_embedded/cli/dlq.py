@@ -139,10 +139,11 @@ def list_(
     choice = _Choice((), reason, older_than, newer_than)
     with common.looking(file, readonly=readonly) as store:
         common.look_there(store, topic, group)
-        dead = common.queue_of(store, topic, group).dlq
+        queue = common.queue_of(store, topic, group)
+        dead, damaged = queue.dlq, queue.stats().damaged
+        total = len(dead)  # before those that can't be read are set aside
         reasons = _by_reason(choice.of(dead)) if by_reason else []
         letters = list(itertools.islice(choice.of(dead), 0 if by_reason else limit + 1))
-        total = len(dead)
         elsewhere = [
             (one, number)
             for one in common.places(store, None, None)
@@ -177,8 +178,11 @@ def list_(
             ],
         )
         click.echo("'weclawctl dlq show FILE ID' has the body and every failure")
+    elif total and choice.filters:
+        click.echo("no dead letters that pass")
     else:
-        click.echo("no dead letters that pass" if total and choice.filters else "no dead letters")
+        # Where something is damaged, nobody knows that there is none.
+        click.echo(f"no dead letters{' that can be read' if total or damaged else ''}")
     if more:
         of = "" if choice.filters else f" of {common.count(total, 'letter')}"
         click.echo(f"the first {limit}{of}; more with --limit")

@@ -282,6 +282,7 @@ def peek(
     with common.looking(file, readonly=readonly) as store:
         common.look_there(store, topic, group, may_begin=True)
         queue = common.queue_of(store, topic, group)
+        before = queue.stats()
         if leased:
             found = [_in_hand(one, topic) for one in _survey.held(queue, limit)]
             now = datetime.now(timezone.utc)
@@ -290,7 +291,10 @@ def peek(
     if as_json:
         common.print_json(found)
     elif not found:
-        click.echo("nothing is in hand" if leased else "nothing is ready")
+        # Where something is damaged, nobody knows that there is nothing else.
+        there = before.damaged or (before.leased if leased else before.ready)
+        readable = " that can be read" if there else ""
+        click.echo(f"nothing{readable} is {'in hand' if leased else 'ready'}")
     elif leased:
         common.print_table(
             [

@@ -1,0 +1,61 @@
+"""What is damaged and come upon by looking: never told of as "nothing"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+import weclaw_embedded as weclaw
+
+
+@pytest.fixture
+def hit(file: Path) -> Path:
+    """One dead letter and two ready messages; the letter and the first of the two are damaged."""
+    with weclaw.Queue(file) as q:
+        for n in range(3):
+            q.put({"n": n, "pad": f"{n}" * 2000})
+        q.get(timeout=5).fail("it did not fit")
+    data = bytearray(file.read_bytes())
+    for n in range(2):
+        data[data.index(f"{n}".encode() * 2000) + 900] ^= 0xFF
+    file.write_bytes(data)
+    return file
+
+
+@pytest.mark.parametrize("form", [(), ("--readonly",)], ids=["", "readonly"])
+def test_peek_does_not_say_that_nothing_is_ready(
+    form: tuple[str, ...], hit: Path, ctl: Any
+) -> None:
+    """Where all that is ready is damaged."""
+    with weclaw.Queue(hit) as q:
+        (last,) = [one.id for one in q.peek(3)][-1:]
+        q.cancel(last)
+        q.put({"pad": "d" * 2000})
+    data = bytearray(hit.read_bytes())
+    data[data.index(b"d" * 2000) + 900] ^= 0xFF
+    hit.write_bytes(data)
+    status, out, _ = ctl("peek", hit, *form)
+    assert (status, out) == (0, "nothing that can be read is ready\n")
+
+
+@pytest.mark.parametrize("form", [(), ("--by-reason",), ("--readonly",)], ids=" ".join)
+def test_dlq_list_does_not_say_that_there_are_no_letters(
+    form: tuple[str, ...], hit: Path, ctl: Any
+) -> None:
+    """Where all that are there are damaged."""
+    status, out, _ = ctl("dlq", "list", hit, *form)
+    assert (status, out) == (0, "no dead letters that can be read\n")
+
+
+def test_what_is_known_to_be_damaged_is_told_once(hit: Path, ctl: Any) -> None:
+    """`stats` has how many places; that there was no letter is still not said."""
+    ctl("dlq", "list", hit)
+    assert ctl("dlq", "list", hit) == (0, "no dead letters that can be read\n", "")
+    assert "damaged 1" in ctl("stats", hit)[1]
+    ctl("repair", hit, "--yes")
+    assert ctl("dlq", "list", hit) == (0, "no dead letters\n", "")
