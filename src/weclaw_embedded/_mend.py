@@ -75,8 +75,8 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
         ) from None
     except OSError as error:
         raise StorageError(
-            f"the backup {path} can't be written: {error.strerror or error}; there is no such "
-            "file, and the queue is as it was; choose another place"
+            f"the backup {path} can't be written: {error.strerror or error}; none was made, and "
+            "the queue is as it was; choose another place"
         ) from error
 
 

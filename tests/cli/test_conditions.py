@@ -140,6 +140,42 @@ def test_whether_there_is_a_file_behind_a_closed_folder_is_not_known(
     assert sorted(closed.iterdir()) == before
 
 
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="root gives up a right of its own"
+)
+def test_nor_is_it_said_of_a_second_file_behind_a_closed_folder(tmp_path: Path) -> None:
+    """A copy, a backup, a file of messages, the replica that is recorded."""
+    closed, file = tmp_path / "closed", tmp_path / "t.wq"
+    closed.mkdir()
+    with weclaw.Queue(file, replica=str(closed / "copy.wq")) as q:
+        q.put(1)
+    closed.chmod(0o700)
+    os.chown(closed, 65534, 65534)
+    rights = "-dac_override,-dac_read_search"
+    for words in (
+        ("verify", file, "--against", closed / "copy.wq"),
+        ("backup", file, closed / "out.wq"),
+        ("put", file, closed / "t.jsonl"),
+        ("put", file, "--input", closed / "t.jsonl"),
+        ("dlq", "export", file, closed / "out.jsonl"),
+        ("health", file, "--readonly"),
+    ):
+        done = subprocess.run(
+            [
+                *("setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", *COMMAND),
+                *map(str, words),
+            ],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=60,
+        )
+        said = done.stdout + done.stderr
+        assert "Permission denied" in said or words[0] == "put", said
+        for claim in ("not exist", "there is no", "no copy there"):
+            assert claim not in said, said
+
+
 @pytest.mark.parametrize("words", [("pause", "1"), ("replay", "--offset", "0")], ids=" ".join)
 def test_a_link_that_leads_nowhere_is_no_file(
     words: tuple[str, ...], tmp_path: Path, file: Path, ctl: Any
