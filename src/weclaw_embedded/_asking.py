@@ -283,7 +283,10 @@ class Asking(Handle):
                 offset = _delivery.find(session, topic.tid, one)
                 if offset is None:
                     continue
-                record, _ = session.engine.put_and_time(_delivery.place(session, offset)[0])
+                try:
+                    record, _ = session.engine.put_and_time(_delivery.place(session, offset)[0])
+                except LookupError:  # damaged, and repair has written over it
+                    continue
                 candidate = _queries.candidate(offset, record, topic.tid, key_hash)
                 if candidate is not None:
                     chosen.append(candidate)

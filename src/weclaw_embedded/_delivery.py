@@ -300,8 +300,8 @@ def is_kept(session: Session, tid: int, id: str) -> bool:
         return False
     if session.tx.find_id(tid, id) is not None:
         return True
-    record, _ = session.engine.put_and_time(place(session, offset)[0])  # the id is one of ours
-    return not session.tx.is_free(tid, offset, _records.unpack_put(record).priority)
+    put = session.engine.put_at(place(session, offset)[0])  # the id is one of ours
+    return not session.tx.is_free(tid, offset, put.priority)
 
 
 def deadline_of(visibility_s: float | None) -> int:

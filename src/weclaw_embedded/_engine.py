@@ -64,6 +64,7 @@ from ._watch import asker_of, watch_names
 from ._with_replica import WithReplica
 from .errors import (
     ClosedError,
+    CorruptError,
     DiskFullError,
     StorageError,
 )
@@ -101,6 +102,20 @@ def _without_making_room(
 def _tell_everybody(session: Session) -> None:
     """Have all who wait look again."""
     session.ready = session.settled = ALL
+
+
+def _said_by(record: bytes, location: int, kind: type[T]) -> T:
+    """What a record says. Raises CorruptError where these bytes are none of that kind."""
+    try:
+        said = _records.unpack(record)
+    except _records.NoRecordError as error:
+        raise CorruptError(location, str(error)) from None
+    assert isinstance(said, kind), "its first byte says so"
+    return said
+
+
+def _another(location: int, wanted: str) -> LookupError:
+    return LookupError(f"offset {location} holds no {wanted}: repair has written over it")
 
 
 class Engine(
@@ -333,22 +348,36 @@ class Engine(
     def put_and_time(self, location: int) -> tuple[bytes | memoryview, int]:
         """The bytes of a Put and the time it was put, from where it was put or carried to.
 
-        Raises CorruptError, and LookupError when that segment is no longer kept.
+        Raises CorruptError, and LookupError when that segment is no longer kept, or the message was
+        damaged and repair has put another record there.
         """
         record, time_us = self.log.read_with_time(location)
-        if record[0] == _records.CARRY:
-            carry = _records.unpack(record)
-            assert isinstance(carry, _records.Carry)
+        kind = record[0]
+        if kind == _records.CARRY:
+            carry = _said_by(record, location, _records.Carry)
             return carry.put, carry.time_us
+        if kind != _records.PUT:
+            raise _another(location, "message")
         return record, time_us
 
+    def put_at(self, location: int) -> _records.Put:
+        """What a Put says, from where it was put or carried to. Raises as `put_and_time` does."""
+        record, _ = self.put_and_time(location)
+        try:
+            return _records.unpack_put(record)
+        except _records.NoRecordError as error:
+            raise CorruptError(location, str(error)) from None
+
     def result_bytes(self, location: int, gid: int) -> bytes:
-        """The packed result that an ACK, or a CARRY of its message, holds."""
-        record = _records.unpack(self.log.read(location))
-        if isinstance(record, _records.Carry):
-            return dict(record.results).get(gid, b"")
-        assert isinstance(record, _records.Ack), "the index names the record of the result"
-        return bytes(record.result)
+        """The packed result that an ACK, or a CARRY of its message, holds. Raises as `put_and_time`
+        does.
+        """
+        record = self.log.read(location)
+        if record[0] == _records.CARRY:
+            return dict(_said_by(record, location, _records.Carry).results).get(gid, b"")
+        if record[0] != _records.ACK:
+            raise _another(location, "result")
+        return bytes(_said_by(record, location, _records.Ack).result)
 
     def first_offset(self) -> int:
         """The offset of the first message kept; 0 while nothing was ever given back."""

@@ -179,8 +179,7 @@ def _state(session: Session, group: GroupState, offset: int) -> str:
     """As `Tx.state` says it; "unknown": kept no more."""
 
     def priority_of(offset: int) -> int:
-        put = _records.unpack_put(session.engine.put_and_time(place(session, offset)[0])[0])
-        return put.priority
+        return session.engine.put_at(place(session, offset)[0]).priority
 
     try:
         return session.tx.state(group, offset, priority_of)

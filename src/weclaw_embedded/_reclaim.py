@@ -167,7 +167,7 @@ def _told_bytes(session: Session, tx: Tx, live: list[int]) -> int:
     """
     told = []
     for offset in live[:: len(live) // _SAMPLES + 1]:
-        with contextlib.suppress(CorruptError):
+        with contextlib.suppress(CorruptError, LookupError):
             record, time_us = session.engine.put_and_time(place(session, offset)[0])
             put = bytes(record)
             carry = _carry(session, tx, offset, put, time_us)
@@ -296,6 +296,8 @@ def _carry(
         except CorruptError:
             if not harmed:
                 raise
+            return LOST_RESULT
+        except LookupError:  # repair has written over it
             return LOST_RESULT
 
     return _records.pack_carry(
