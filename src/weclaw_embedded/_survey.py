@@ -19,7 +19,7 @@ from . import _clock, _delivery, _mend, _records
 from ._file_options import of_another
 from ._message import Content, Place, to_datetime
 from ._records import NEVER
-from .errors import CorruptError
+from .errors import CorruptError, SerializationError
 from .wal import TAIL
 
 if TYPE_CHECKING:
@@ -98,8 +98,10 @@ def consumers(queue: Queue) -> dict[str, int]:
     return queue._look(look)
 
 
-def results(queue: Queue, after: int, n: int) -> list[tuple[int, str, Any]]:
-    """(offset, id, result) of the next `n` messages beyond that offset whose result is kept."""
+def results(queue: Queue, after: int, n: int) -> list[tuple[int, str, Any, Exception | None]]:
+    """(offset, id, result, None) of the next `n` messages beyond that offset whose result is kept;
+    of a result that can't be read the last says why.
+    """
 
     def look(session: Session) -> list[tuple[int, int, tuple[int, int]]]:
         group = queue._swept(session)
@@ -111,12 +113,18 @@ def results(queue: Queue, after: int, n: int) -> list[tuple[int, str, Any]]:
                 places.append((offset, at, _delivery.place(session, offset)))
         return places
 
-    found = []
+    found: list[tuple[int, str, Any, Exception | None]] = []
     for offset, ack_at, place in queue._look(look):
         content = queue._read(offset, *place)
         if content is not None:
-            with contextlib.suppress(LookupError):  # no longer kept, since we looked
-                found.append((offset, content.id, queue._result_at(queue._engine, ack_at)))
+            result, damage = None, None
+            try:
+                result = queue._result_at(queue._engine, ack_at)
+            except LookupError:  # no longer kept, since we looked
+                continue
+            except (CorruptError, SerializationError) as error:
+                damage = error
+            found.append((offset, content.id, result, damage))
     return found
 
 

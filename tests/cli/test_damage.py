@@ -59,3 +59,26 @@ def test_what_is_known_to_be_damaged_is_told_once(hit: Path, ctl: Any) -> None:
     assert "damaged 1" in ctl("stats", hit)[1]
     ctl("repair", hit, "--yes")
     assert ctl("dlq", "list", hit) == (0, "no dead letters\n", "")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "all"])
+def test_a_result_that_is_damaged_hides_no_other(
+    named: bool, file: Path, ctl: Any, js: Any
+) -> None:
+    """It stands in the list, with why it can't be read; the exit status is 1."""
+    with weclaw.Queue(file) as q:
+        ids = q.put_many([1, 2, 3])
+        for letter in "abc":
+            q.get(timeout=5).ack(result=letter * 2000)
+    data = bytearray(file.read_bytes())
+    data[data.index(b"b" * 2000) + 900] ^= 0xFF
+    file.write_bytes(data)
+    words = ("results", file, *(ids if named else []))
+    found = js(*words, status=1)
+    assert [one["id"] for one in found] == ids
+    assert [one["result"] and one["result"][0] for one in found] == ["a", None, "c"]
+    assert "damage at offset" in found[1]["reason"]
+    assert [name for one in found for name in one if name == "reason"] == ["reason"]
+    status, out, _ = ctl(*words)
+    assert status == 1
+    assert "damage at" in " ".join(out.split())

@@ -377,7 +377,7 @@ def results(
     """Show the results of messages of FILE: those named, else all that are kept, oldest first.
 
     Of a message acked without a result there is none to list: name it to see its status. Ends
-    with 1 unless all that were named are done.
+    with 1 unless all that were named are done, and what is listed can be read.
     """
     more = False
     with common.looking(file, readonly=readonly) as store:
@@ -400,16 +400,17 @@ def results(
                 (
                     entry["id"],
                     entry["status"],
-                    common.excerpt(entry["result"], 2000)
-                    if entry["status"] == "done"
-                    else entry.get("reason", "-"),
+                    entry.get("reason", "-")
+                    if "reason" in entry or entry["status"] != "done"
+                    else common.excerpt(entry["result"], 2000),
                 )
                 for entry in found
             ],
         )
     if more:
         click.echo(f"the first {limit}; more with --limit", err=True)
-    return 0 if all(entry["status"] == "done" for entry in found) else 1
+    good = all(entry["status"] == "done" and "reason" not in entry for entry in found)
+    return 0 if good else 1
 
 
 def _result(queue: weclaw.Queue, id: str) -> dict[str, Any]:
@@ -420,6 +421,8 @@ def _result(queue: weclaw.Queue, id: str) -> dict[str, Any]:
     except weclaw.DeadLetterError as error:
         entry["status"] = "dead"
         entry["reason"] = error.letter.reason
+    except (weclaw.CorruptError, weclaw.SerializationError) as error:
+        entry["reason"] = common.in_one_line(error)
     except (weclaw.Empty, KeyError):
         pass  # the status says why there is none
     return entry
@@ -429,8 +432,9 @@ def _kept_results(queue: weclaw.Queue) -> Iterator[dict[str, Any]]:
     after = -1
     while page := _survey.results(queue, after, 500):
         after = page[-1][0]
-        for _, id, result in page:
-            yield {"id": id, "status": "done", "result": result}
+        for _, id, result, damage in page:
+            entry = {"id": id, "status": "done", "result": result}
+            yield entry if damage is None else {**entry, "reason": common.in_one_line(damage)}
 
 
 COMMANDS = [stats, health, peek, results]
