@@ -49,7 +49,7 @@ def members(kind: Any) -> dict[str, Any]:
 
 
 def defaults() -> dict[str, Any]:
-    return {one.name: one.default for one in (*_options._STORE, *_options._QUEUE)}
+    return {one.name: one.default for one in (*_options._STORE, *_options._QUEUE, *_options._RETRY)}
 
 
 def signature(name: str, function: Any, *, options: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 from pathlib import Path
@@ -165,13 +166,26 @@ def test_an_argument_goes_before_the_environment_which_is_then_not_looked_at(
     assert queue_options({"retry": RetryPolicy(max_retries=1)}).retry.max_retries == 1
 
 
-def test_the_environment_does_not_change_a_policy_of_the_callers(
+def test_the_environment_fills_what_a_policy_of_the_callers_leaves_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WECLAW_RETRY_BACKOFF", "1s")
-    assert RetryPolicy().backoff == 5.0
-    assert queue_options({"retry": RetryPolicy()}).retry.backoff == 5.0
+    monkeypatch.setenv("WECLAW_MAX_RETRIES", "7")
+    assert RetryPolicy(max_retries=2) == RetryPolicy(2, 1.0)
+    assert queue_options({"retry": RetryPolicy(backoff=3)}).retry == RetryPolicy(7, 3.0)
     assert queue_options({}).retry.backoff == 1.0
+    kept = RetryPolicy()
+    monkeypatch.setenv("WECLAW_RETRY_BACKOFF", "soon")
+    assert pickle.loads(pickle.dumps(kept)) == kept
+    assert dataclasses.replace(kept, jitter=0.5).backoff == 1.0
+    with pytest.raises(ValueError, match=r"WECLAW_RETRY_BACKOFF='soon'.*unset it"):
+        RetryPolicy()
+
+
+def test_the_delay_of_no_retry_is_refused() -> None:
+    for number, error in ((0, ValueError), (-1, ValueError), ("1", TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match="retry_number"):
+            RetryPolicy().delay(number)  # type: ignore[arg-type]
 
 
 BAD_STORE: list[tuple[str, Any, type[Exception]]] = [

@@ -69,6 +69,7 @@ class Unset(enum.Enum):
 
 
 UNSET: Final = Unset.UNSET
+_LEFT_OUT: Final[Any] = UNSET  # of a field, whose type is that of what it is filled with
 
 
 def _retry(name: str, value: Any) -> RetryPolicy:
@@ -199,25 +200,39 @@ class RetryPolicy:
         jitter: The share (0 to 1) by which a wait is lengthened or shortened at most.
         max_crashes: Deaths of its consumer that a message may be in before it is dead.
 
+    What is left out is filled from the environment as it is then, and else is 3, 5.0, 2.0, 60.0,
+    0.0 and 3.
+
     Raises ValueError or TypeError for values that make no sense.
     """
 
-    max_retries: int = 3
-    backoff: float = 5.0
-    multiplier: float = 2.0
-    max_backoff: float = 60.0
-    jitter: float = 0.0
-    max_crashes: int = 3
+    max_retries: int = _LEFT_OUT
+    backoff: float = _LEFT_OUT
+    multiplier: float = _LEFT_OUT
+    max_backoff: float = _LEFT_OUT
+    jitter: float = _LEFT_OUT
+    max_crashes: int = _LEFT_OUT
 
     def __post_init__(self) -> None:
         for option in _RETRY:
-            value = option.check(option.name, getattr(self, option.name))
+            value: Any = getattr(self, option.name)
+            if value is UNSET:
+                value = _from_environment(option)
+                if value is UNSET:
+                    value = option.default
+            else:
+                value = option.check(option.name, value)
             object.__setattr__(self, option.name, value)
 
     def delay(self, retry_number: int) -> float:
-        """Seconds to wait before retry `retry_number` (1 is the first)."""
+        """Seconds to wait before retry `retry_number` (1 is the first). Raises ValueError or
+        TypeError for what is no such number.
+        """
+        return self._delay(check_count("retry_number", retry_number, 1))
+
+    def _delay(self, retry_number: int) -> float:
         try:
-            wait = self.backoff * self.multiplier ** max(0, retry_number - 1)
+            wait = self.backoff * self.multiplier ** (retry_number - 1)
         except OverflowError:
             wait = self.max_backoff if self.backoff else 0.0
         wait = min(wait, self.max_backoff)
@@ -297,5 +312,5 @@ def queue_options(arguments: Mapping[str, Any]) -> QueueOptions:
     """
     values, given, _ = _settle(_QUEUE, arguments)
     if values["retry"] is None:
-        values["retry"] = RetryPolicy(**_settle(_RETRY, {})[0])
+        values["retry"] = RetryPolicy()
     return QueueOptions(**values, given=given)
