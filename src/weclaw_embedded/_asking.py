@@ -53,7 +53,8 @@ class Asking(Handle):
             Empty: not settled yet.
             DeadLetterError: it is dead; carries the letter.
             KeyError: unknown, cancelled, purged, or no longer kept.
-            CorruptError, SerializationError: its bytes are damaged, or were when it was carried.
+            CorruptError, SerializationError: its bytes, or those of the message, are damaged, or
+                were when it was carried.
         """
         id = check_text("id", id)
         until_s = deadline_of(True, timeout)
@@ -62,7 +63,14 @@ class Asking(Handle):
         while True:
             waiter = None if until_s == 0.0 else new_waiter(SETTLED)
             dead: list[int] = []
-            found = self._outcome(engine, id, dead, waiter)
+            try:
+                found = self._outcome(engine, id, dead, waiter)
+            except CorruptError as error:
+                if waiter is not None:
+                    engine.waker.discard(waiter)
+                if self._met(error):
+                    continue
+                raise
             self._remember_dead(dead)
             if found.state in ("done", "dead", "unknown") and waiter is not None:
                 engine.waker.discard(waiter)
@@ -109,11 +117,20 @@ class Asking(Handle):
         return _values.unpack_value(packed) if packed else None
 
     def status(self, id: str) -> str:
-        """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""
-        dead: list[int] = []
-        state = self._look(_queries.status, self._address, check_text("id", id), dead)
-        self._remember_dead(dead)
-        return state
+        """One of "ready" "delayed" "leased" "done" "dead" "unknown". One that can't be read is
+        unknown, is counted as damage from then on, and a warning in the log says where.
+        """
+        id = check_text("id", id)
+        while True:
+            dead: list[int] = []
+            try:
+                state = self._look(_queries.status, self._address, id, dead)
+            except CorruptError as error:
+                if self._met(error):
+                    continue
+                state = "unknown"
+            self._remember_dead(dead)
+            return state
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -167,7 +184,7 @@ class Asking(Handle):
         """
         n = check_count("n", n, 0)
 
-        def look(session: Session) -> list[tuple[int, tuple[int, int] | None, Row | None]]:
+        def look(session: Session, n: int) -> list[tuple[int, tuple[int, int] | None, Row | None]]:
             group = self._swept(session)
             if group is None:
                 return []
@@ -180,12 +197,21 @@ class Asking(Handle):
                 for offset in list(session.tx.peek(group, n, session.now_us))
             ]
 
-        found: list[Message] = []
-        for offset, place, row in self._look(look):
-            content = None if place is None else self._read(offset, *place)
-            if content is not None:
-                found.append(Seen(cast("Queue", self), content, row))
-        return found
+        wanted = n  # and as many as were found damaged, which may still be there
+        damaged: set[int] = set()
+        while True:
+            found: list[Message] = []
+            rows = self._look(look, wanted)
+            for offset, place, row in rows:
+                if len(found) < n and offset not in damaged:
+                    content = None if place is None else self._read(offset, *place)
+                    if content is not None:
+                        found.append(Seen(cast("Queue", self), content, row))
+                    else:
+                        damaged.add(offset)
+            if len(found) == n or len(rows) < wanted:
+                return found
+            wanted = n + 2 * len(damaged)
 
     def stats(self) -> Stats:
         """Counts and sizes, all of one moment."""

@@ -35,7 +35,7 @@ from ._pool import in_pool
 from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter
-from .errors import ClosedError, DeadLetterError, Empty, StoreFailedError
+from .errors import ClosedError, CorruptError, DeadLetterError, Empty, StoreFailedError
 from .queue import Queue, check_many
 
 if TYPE_CHECKING:
@@ -298,10 +298,11 @@ class AsyncQueue:
         engine = queue._engine
         try:
             return await io_of(engine).wait(call)
-        except StoreFailedError:
-            if not engine.is_lost():
+        except (CorruptError, StoreFailedError) as error:
+            if isinstance(error, StoreFailedError) and not engine.is_lost():
                 raise
-            return await in_pool(queue.result, id, timeout)  # which looks at what is open
+            # Which heals or notes what is damaged, and looks at what is open.
+            return await in_pool(queue.result, id, timeout)
 
     def _outcome(self, session: Session, waiter: Waiter | None, id: str) -> Any:
         dead: list[int] = []

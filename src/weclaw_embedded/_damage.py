@@ -36,6 +36,8 @@ logger = logging.getLogger("weclaw_embedded")
 
 # How long a replica that could not be asked to heal something is left alone.
 HEAL_PAUSE_S: Final = 30.0
+# So many places are told of in the log by one process.
+_MOST_TOLD: Final = 1000
 
 
 class Damage:
@@ -61,6 +63,7 @@ class Damage:
     _answered_by: list[Address]
     _heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
     _heal_is_due: bool
+    _told: set[int]  # places that were told of
 
     def replicas(self) -> list[Address]:
         """Where what is damaged here may be whole: where the replica is, and, while a file is being
@@ -144,6 +147,18 @@ class Damage:
         if replicas != self._answered_by:
             self._answered, self._answered_by = set(), replicas
         return [one for one in met if one[0] not in self._answered] if replicas else []
+
+    def tell_damage(self, place: int, reason: str) -> None:
+        """Say in the log what can't be read, once for each place."""
+        if place in self._told or len(self._told) >= _MOST_TOLD:
+            return
+        self._told.add(place)
+        logger.warning(
+            "%s: damage at offset %d: %s; it is passed over, the rest flows",
+            self.path,
+            place,
+            reason,
+        )
 
     def damage_met(self) -> None:
         """Something was passed over just now. Called under the write lock."""

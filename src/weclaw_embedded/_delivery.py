@@ -259,6 +259,16 @@ def find(session: Session, tid: int, id: str) -> int | None:
     """The offset of the message with this id, given by the caller or made by us, while it is kept
     in the topic.
     """
+    try:
+        return find_sound(session, tid, id)
+    except CorruptError:
+        return None
+
+
+def find_sound(session: Session, tid: int, id: str) -> int | None:
+    """`find`. Raises CorruptError where there was a message of this id that can't be read now; of
+    this topic or another one.
+    """
     tx = session.tx
     offset = tx.find_id(tid, id)
     if offset is not None:
@@ -280,7 +290,9 @@ def find(session: Session, tid: int, id: str) -> int | None:
                 session.engine.put_and_time(offset)[0], tid
             ):
                 return None
-        except (LookupError, CorruptError, _records.NoRecordError):
+        except CorruptError as error:
+            raise CorruptError(offset, error.reason) from error
+        except (LookupError, _records.NoRecordError):
             return None
     return offset
 
@@ -312,7 +324,7 @@ def deadline_of(visibility_s: float | None) -> int:
 
 def backoff_us(retry: RetryPolicy, retry_number: int) -> int:
     """The wait before that retry, in microseconds, with its jitter drawn."""
-    return int(retry.delay(retry_number) * 1e6)
+    return int(retry._delay(retry_number) * 1e6)
 
 
 def wait_settled(session: Session, tid: int, waiter: Waiter) -> None:
@@ -325,17 +337,42 @@ def new_waiter(kind: int) -> Waiter:
     return waiter_for(READY_BYTE if kind == READY else SETTLED_BYTE)
 
 
-def set_aside(session: Session, offset: int, reason: str) -> None:
-    """A message whose bytes are damaged: out of every group, told of in `verify` and `stats`. Who
-    only looks leaves that to those who write.
+# Messages of one place that are set aside at once.
+_MOST_ASIDE: Final = 50_000
+
+
+def set_aside(
+    session: Session, offset: int, reason: str, location: int | None = None
+) -> int | None:
+    """A message whose bytes, which stand at `location`, are damaged: out of every group, told of in
+    `verify` and `stats`; and with it all else in the place that can't be read, but for what is
+    leased: whoever has that has read it. Who only looks leaves that to those who write. Returns
+    where the place begins; None where it is noted already.
     """
+    if session.may_write and session.tx.is_aside(offset):
+        return None
+    location = offset if location is None else location
+    span = session.log.at_rest().bad_span(location) if location == offset else None
+    place = location if span is None else span[0]
     if not session.may_write:
-        return
-    session.append([_records.pack_damaged([(offset, clipped(reason))])])
+        return place
+    items = [(offset, clipped(reason))]
+    if span is not None:
+        tx = session.tx
+        others = [one for one in tx.live_in(*span, _MOST_ASIDE) if span[0] <= one < span[1]]
+        groups = tx.groups(None)
+        held = {one for group in groups for one, _ in tx.leases(group.gid)} if others else set()
+        # Without a reason of their own: they are no more places, and are counted as none.
+        items = [(place, items[0][1])]
+        items += [(one, "") for one in others if one not in held and one not in (offset, place)]
+        if offset != place:
+            items.append((offset, ""))
+    session.append([_records.pack_damaged(items)])
     engine = session.engine
     engine.lose([lease for lease in engine.held if lease.offset == offset])
     session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
     session.settled = ALL
+    return place
 
 
 def clipped(reason: str) -> str:

@@ -208,6 +208,7 @@ class Engine(
         self._answered: set[int] = set()
         self._answered_by: list[Any] = []
         self._heal_is_due = False
+        self._told: set[int] = set()
         self.last_looker: Any = None  # see `_readonly.last_look`
         try:
             opened.taken = True

@@ -55,6 +55,7 @@ class Folding:
     folded_to: int
     turn: Callable[..., Any]
     damage_met: Callable[[], None]
+    tell_damage: Callable[[int, str], None]
     closed: bool
     _tail_seen: int
     _lock: threading.Lock
@@ -216,12 +217,7 @@ class Folding:
 
     def _damage_noter(self, tx: Tx) -> Callable[[int, str], None]:
         def note(offset: int, reason: str) -> None:
-            logger.warning(
-                "%s: damage at offset %d: %s; it is passed over, the rest flows",
-                self.path,
-                offset,
-                reason,
-            )
+            self.tell_damage(offset, reason)
             tx.note_damage(offset, reason)
             self.damage_met()
 

@@ -26,6 +26,7 @@ from ._message import Content, Place
 from ._options import QueueOptions, check_timeout
 from ._records import NoRecordError
 from ._session import BATCH, Session
+from ._shared import FAILED
 from ._wake import Timer, Waiter
 from .dlq import DeadLetterQueue
 from .errors import ClosedError, CorruptError, DiskFullError, StoreFailedError
@@ -204,8 +205,15 @@ class Handle:
         return None if topic is None else _delivery.find(session, topic.tid, id)
 
     def _read(self, offset: int, location: int, salt: int) -> Content | None:
-        """The message itself; None when it is gone, or damaged, which sets it aside, or puts it off
-        while a replica that may have it can't be asked.
+        """The message itself; None when it is gone, or damaged: see `_content`."""
+        try:
+            return self._content(offset, location, salt)
+        except CorruptError:
+            return None
+
+    def _content(self, offset: int, location: int, salt: int) -> Content | None:
+        """The message itself; None when it is gone. Raises CorruptError when it is damaged, which
+        sets it aside, or puts it off while a replica that may have it can't be asked.
         """
         engine = self._engine
         while True:
@@ -221,19 +229,46 @@ class Handle:
                     return None
                 if location == before:
                     # It is said to be there, and is not.
-                    self._run(_delivery.set_aside, offset, str(error))
-                    return None
+                    raise self._set_aside(offset, location, str(error)) from error
             except (CorruptError, NoRecordError) as error:
-                if isinstance(error, CorruptError) and engine.heal(location, location + 1):
+                if not isinstance(error, CorruptError):
+                    raise self._set_aside(offset, location, str(error)) from error
+                if self._is_healed(location):
                     continue
-                wait_s = engine.heal_pause_s() if isinstance(error, CorruptError) else 0.0
+                wait_s = engine.heal_pause_s()
                 if wait_s > 0:
                     # The replica may have it, and can't be asked now: it is not set aside for good.
                     self._run(_settling.put_off, offset, wait_s)
-                    return None
-                reason = error.reason if isinstance(error, CorruptError) else str(error)
-                self._run(_delivery.set_aside, offset, reason)
-                return None
+                    raise
+                raise self._set_aside(offset, location, error.reason) from error
+
+    def _met(self, damage: CorruptError) -> bool:
+        """A message that was asked for can't be read: heal it, or note it and say so in the log.
+        True when it can be read again.
+        """
+        if self._is_healed(damage.offset):
+            return True
+        if self._engine.heal_pause_s() <= 0:
+            self._set_aside(damage.offset, damage.offset, damage.reason)
+        return False
+
+    def _is_healed(self, location: int) -> bool:
+        """Whether a replica had what can't be read there."""
+        engine = self._engine
+        return not engine.page.words[FAILED] and engine.heal(location, location + 1)
+
+    def _set_aside(self, offset: int, location: int, reason: str) -> CorruptError:
+        """Note a message that can't be read, and say so in the log; returns the error to raise."""
+        engine = self._store._shared
+        place: int | None = location
+        try:
+            place = self._run(_delivery.set_aside, offset, reason, location)
+        except StoreFailedError:
+            if not engine.is_lost():  # else it is only looked at
+                raise
+        if place is not None:
+            engine.tell_damage(place, reason)
+        return CorruptError(offset, reason)
 
     def _tell_dead(self, offsets: Iterable[int]) -> None:
         on_dead = self._options.on_dead
@@ -243,7 +278,7 @@ class Handle:
             try:
                 try:
                     letter = self.dlq._at(offset)
-                except KeyError:
+                except (KeyError, CorruptError):
                     continue  # somebody was quicker, and redrove or purged it
                 on_dead(letter)
             except Exception:

@@ -25,7 +25,8 @@ class Notes(Change):
 
     def _set_aside(self, said: Damaged, offset: int, time_us: int) -> None:
         for message, reason in said.items:
-            self.note_damage(message, reason)
+            if reason or self._get(key_u64(DAMAGE, message)) is None:
+                self.note_damage(message, reason)
             for topic in self.topics():
                 if self._cancel(topic, message, time_us):
                     break
@@ -39,8 +40,18 @@ class Notes(Change):
     def damage(self) -> list[tuple[int, str]]:
         """Return the places that could not be read: (offset, reason), in order."""
         return [
-            (U64.unpack(key[1:])[0], bytes(value).decode()) for key, value in self._scan(DAMAGE)
+            (U64.unpack(key[1:])[0], bytes(value).decode())
+            for key, value in self._scan(DAMAGE)
+            if value
         ]
+
+    def aside(self) -> list[int]:
+        """Return the offsets of all that is noted: places, and messages that stood in them."""
+        return [U64.unpack(key[1:])[0] for key, _ in self._scan(DAMAGE)]
+
+    def is_aside(self, offset: int) -> bool:
+        """Whether this is noted as a place, or a message, that can't be read."""
+        return self._get(key_u64(DAMAGE, offset)) is not None
 
     def forget_damage(self, offsets: list[int]) -> None:
         """Forget places that a repair is done with."""

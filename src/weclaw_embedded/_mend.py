@@ -37,7 +37,6 @@ from ._format import (
 )
 from ._reading import Reading
 from ._records import SKIPPABLE
-from ._scan import BadPartError, check_part
 from ._segments import FREE, UNKNOWN, ZEROED
 from ._session import Session
 from .errors import CorruptError, StorageError, StoreFailedError
@@ -223,27 +222,17 @@ def _repair(
             # What was passed over when the index was made is there now.
             session.tx.clear()
             engine.catch_up(session.tx)
-        known = [offset for offset, _ in session.tx.damage() if offset not in left]
+        known = [offset for offset in session.tx.aside() if offset not in left]
         session.tx.forget_damage(known)
         # What could not be read is written over, and nobody comes upon it again. What a record says
         # (a message that was set aside, a record that is none) would be noted by whoever folds the
         # log anew, so a record says that it is over. It stands behind these, and is kept longer.
-        told = [offset for offset in known if not _begins_part(session.log, offset)]
-        if told:
-            session.append([_records.pack_damaged([], told)])
+        if known:
+            session.append([_records.pack_damaged([], known)])
 
     engine.execute(forget)
     engine.flush()
     return found
-
-
-def _begins_part(log: Log, offset: int) -> bool:
-    """Whether a part stands at an offset, and no record."""
-    try:
-        check_part(log, offset, log.limit(offset >> log.bits))
-    except (LookupError, CorruptError, BadPartError):
-        return False
-    return True
 
 
 def has_slot(log: Log, segment: int) -> bool:

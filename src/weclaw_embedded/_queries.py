@@ -17,7 +17,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from . import _clock, _delivery, _records, _taking
 from ._delivery import Address, place
 from ._index import GroupState
-from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD
+from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD, STATE_LEASED
 from ._session import SYNC, Session
 from ._shared import LEASES_SEQ, mask_of
 from ._wake import Waiter
@@ -164,10 +164,33 @@ def status(session: Session, address: Address, id: str, dead: list[int]) -> str:
     group = None if topic is None else swept(session, address, dead)
     if topic is None or group is None:
         return "unknown"
-    offset = _delivery.find(session, topic.tid, id)
+    try:
+        return _look_up(session, group, id)[1]
+    except CorruptError as error:
+        if session.tx.is_aside(error.offset):
+            return "unknown"
+        raise
+
+
+def _look_up(session: Session, group: GroupState, id: str) -> tuple[int, str]:
+    """(offset, state) of the message with this id, as `status` says it. Raises CorruptError where
+    that can't be known any more, because the message can't be read.
+    """
+    tx = session.tx
+    offset: int | None = None
+    try:
+        offset = _delivery.find_sound(session, group.tid, id)
+        return (-1, "unknown") if offset is None else (offset, state_of(session, group, offset))
+    except CorruptError as error:
+        damage = error
     if offset is None:
-        return "unknown"
-    return state_of(session, group, offset)
+        offset = damage.offset
+    row = tx.row(group.gid, offset)
+    if row is not None and row.state == STATE_LEASED:
+        return offset, "leased"  # whoever has it has read it
+    if tx.result_at(group.gid, offset) is not None:
+        return offset, "done"
+    raise CorruptError(offset, damage.reason)
 
 
 def state_of(session: Session, group: GroupState, offset: int) -> str:
@@ -202,10 +225,9 @@ def outcome(
     """
     topic = session.tx.topic(address.topic)
     group = None if topic is None else swept(session, address, dead)
-    offset = None if topic is None or group is None else _delivery.find(session, topic.tid, id)
-    if group is None or offset is None:
+    if topic is None or group is None:
         return Outcome("unknown", -1, None)
-    state = state_of(session, group, offset)
+    offset, state = _look_up(session, group, id)
     ack_at = session.tx.result_at(group.gid, offset) if state == "done" else None
     if waiter is None or state not in ("ready", "delayed", "leased"):
         return Outcome(state, offset, ack_at)

@@ -314,9 +314,15 @@ class Reading(Segments):
         """The offset at which what can't be read begins that something at `offset` stood in; None
         where all can be read, or is no longer kept.
         """
+        span = self.bad_span(offset)
+        return None if span is None else span[0]
+
+    def bad_span(self, offset: int) -> tuple[int, int] | None:
+        """`bad_place`, and where what can be read, or another such place, begins again."""
         if offset < self.head_offset:
             return None
         bad: list[int] = []
+        end = self.state.words[TAIL]
         try:
             for frame in self.frames(
                 self.boundary_before(offset),
@@ -326,11 +332,15 @@ class Reading(Segments):
                 if frame[1] > offset:
                     if frame[0] <= offset:
                         return None
+                    end = frame[0]
                     break
                 bad.clear()
         except LookupError:  # freed while we looked
             return None
-        return max((place for place in bad if place <= offset), default=None)
+        before = [place for place in bad if place <= offset]
+        if not before:
+            return None
+        return max(before), min([end, *(place for place in bad if place > offset)])
 
     def salt(self, offset: int) -> int:
         """The salt of the segment that `offset` is in; where that has lost its headers, what the

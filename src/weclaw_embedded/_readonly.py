@@ -155,6 +155,7 @@ class ReadonlyEngine(Engine):
         self._folded = (0, 0, 0)
         self._confirmed = 0  # as far as the page says, whether somebody lives or not
         self._shift: int | None = None  # what those who write add to the clock
+        self._told = set()
         self._is_doubtful = False  # the index may say what the log does not
         self._adopted = []
         self.known_options = {}

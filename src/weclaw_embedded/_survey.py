@@ -269,7 +269,7 @@ def set_aside_in(store: Store, places: list[int]) -> int:
     """How many messages are set aside of those that stand in these places, which can't be read."""
 
     def look(session: Session) -> list[int]:
-        return [offset for offset, _ in session.tx.damage()]
+        return session.tx.aside()
 
     found = set(places)
     log = store._engine.log.at_rest()

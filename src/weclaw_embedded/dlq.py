@@ -8,6 +8,7 @@ made in `_settling` and `_taking`; here they are looked at and come out again.
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -23,15 +24,19 @@ from ._queries import is_dead
 from ._records import META_TTL_US
 from ._session import SYNC
 from ._shared import mask_of
-from .errors import StorageError
+from .errors import CorruptError, StorageError
 
 if TYPE_CHECKING:
     from ._index import Row
     from ._session import Session
     from .queue import Queue
 
+logger = logging.getLogger("weclaw_embedded")
+
 # Letters of one REDRIVE or PURGE_DEAD record, so that a frame stays small.
 _BATCH: Final = 10_000
+# Letters that a warning names.
+_NAMED: Final = 10
 _FIELDS: Final = (
     "id",
     "topic",
@@ -139,9 +144,12 @@ class DeadLetterQueue:
         """Every letter, in the order of their puts. Letters that come or go meanwhile may or may
         not be among them.
         """
+        return self._letters(None)
+
+    def _letters(self, damage: list[CorruptError] | None) -> Iterator[DeadLetter]:
         after: int | None = None
         while True:
-            found, after = self._load(after, 100)
+            found, after = self._load(after, 100, damage)
             yield from found
             if after is None:
                 return
@@ -151,17 +159,24 @@ class DeadLetterQueue:
         return list(islice(self, check_count("n", n, 0)))
 
     def get(self, id: str) -> DeadLetter:
-        """The letter with this id. Raises `KeyError` if there is none."""
+        """The letter with this id. Raises `KeyError` if there is none, `CorruptError` if it
+        can't be read.
+        """
         if not isinstance(id, str):
             raise TypeError(f"an id is a str, not {id!r}; nothing was changed")
         queue = self._queue
 
         def find(session: Session) -> int | None:
             group = queue._swept(session)
-            offset = queue._find(session, id)
-            if group is None or offset is None or not is_dead(session, group.gid, offset):
+            if group is None:
                 return None
-            return offset
+            try:
+                offset = _delivery.find_sound(session, group.tid, id)
+            except CorruptError as error:
+                offset = error.offset
+                if session.tx.is_aside(offset):
+                    raise
+            return offset if offset is not None and is_dead(session, group.gid, offset) else None
 
         offset = queue._look(find)
         if offset is None:
@@ -169,13 +184,21 @@ class DeadLetterQueue:
         return self._at(offset)
 
     def _at(self, offset: int) -> DeadLetter:
-        found, _ = self._load(offset - 1, 1)
+        """The letter at an offset. Raises as `get` does."""
+        damage: list[CorruptError] = []
+        found, _ = self._load(offset - 1, 1, damage)
+        if damage and damage[0].offset == offset:
+            raise damage[0]
         if not found or found[0].offset != offset:
             raise KeyError(offset)
         return found[0]
 
-    def _load(self, after: int | None, n: int) -> tuple[list[DeadLetter], int | None]:
-        """The readable ones of the next `n` letters, and the last of them if there may be more."""
+    def _load(
+        self, after: int | None, n: int, damage: list[CorruptError] | None = None
+    ) -> tuple[list[DeadLetter], int | None]:
+        """The readable ones of the next `n` letters, and the last of them if there may be more.
+        What can't be read is added to `damage`, with the offset of the letter.
+        """
         queue = self._queue
 
         def look(session: Session) -> list[tuple[Any, ...]]:
@@ -188,7 +211,12 @@ class DeadLetterQueue:
         letters = []
         rows = queue._look(look)
         for place, offset, row, reason, died_us in rows:
-            content = None if place is None else queue._read(offset, *place)
+            try:
+                content = None if place is None else queue._content(offset, *place)
+            except CorruptError as error:
+                content = None
+                if damage is not None:
+                    damage.append(CorruptError(offset, error.reason))
             if content is not None:
                 letters.append(DeadLetter(queue, content, row, reason, died_us))
         return letters, rows[-1][1] if len(rows) == n else None
@@ -238,7 +266,7 @@ class DeadLetterQueue:
     def _ttl_us(self, offset: int) -> int:
         try:
             return int(self._at(offset)._meta.get(META_TTL_US, 0))
-        except KeyError:
+        except (KeyError, CorruptError):
             return 0
 
     def _offsets(self, wanted: list[str] | None, n: int, after: int | None) -> list[int]:
@@ -290,14 +318,27 @@ class DeadLetterQueue:
         """Write every letter to `path` ("jsonl": one JSON object a line; "csv"). Returns how many.
 
         The file appears whole, under its name only when it is complete, and takes the place of one
-        that was there.
+        that was there. Letters that can't be read are left out, and a warning in the log
+        says which.
 
         Raises:
             StorageError: what has that name is a folder, a pipe, a device, or the queue itself, or
                 no file can be made there; nothing was replaced.
             DiskFullError: there was no room for it; then there is no file.
         """
-        return write_letters(self, path, format, self._queue._store.path)
+        damage: list[CorruptError] = []
+        letters = self._letters(damage)
+        done = write_letters(letters, path, format, self._queue._store.path)
+        if damage:
+            at = ", ".join(str(one.offset) for one in damage[:_NAMED])
+            logger.warning(
+                "%s: %d dead letters can't be read and were left out of %s, those at offset %s",
+                self._queue._store.path,
+                len(damage),
+                os.fsdecode(path),
+                at + (", …" if len(damage) > _NAMED else ""),
+            )
+        return done
 
 
 def write_letters(
