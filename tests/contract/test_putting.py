@@ -556,6 +556,11 @@ async def put_all_over_aio(path, bodies):
     q.close()
 
 
+def put_many_at_once(path, bodies):
+    with weclaw.Queue(path) as q:
+        q.put_many(bodies, block=False)
+
+
 def put_all_now(path, bodies, module):
     q = module.Queue(path=path)
     for body in bodies:
@@ -566,7 +571,7 @@ def put_all_now(path, bodies, module):
 @pytest.mark.parametrize(
     "put_all",
     [
-        lambda path, bodies: weclaw.Queue(path).put_many(bodies, block=False),
+        put_many_at_once,
         lambda path, bodies: asyncio.run(put_all_over_asyncio(path, bodies, timeout=30)),
         lambda path, bodies: asyncio.run(put_all_over_asyncio(path, bodies, block=False)),
         lambda path, bodies: asyncio.run(put_all_in_transactions(path, bodies)),
@@ -576,7 +581,6 @@ def put_all_now(path, bodies, module):
     ],
     ids=["Queue", "waits", "at once", "transaction", "aio", "aio nowait", "threads nowait"],
 )
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_what_is_settled_makes_room_whatever_its_retention(path, open_queue, put_all):
     """At `max_bytes` the settled messages go before a put waits or is refused."""
     q = open_queue(max_bytes=1 << 20, segment_bytes=65536, flush="os")
