@@ -218,7 +218,7 @@ class Folding:
     def _damage_noter(self, tx: Tx) -> Callable[[int, str], None]:
         def note(offset: int, reason: str) -> None:
             self.tell_damage(offset, reason)
-            tx.note_damage(offset, reason)
+            tx.note_damage(offset, reason, met=True)
             self.damage_met()
 
         return note

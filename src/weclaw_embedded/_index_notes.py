@@ -6,9 +6,14 @@ the damage. Neither decides anything.
 
 from __future__ import annotations
 
+from typing import Final
+
 from ._index_change import Change
 from ._index_rows import DAMAGE, OWNER_NAME, U64, key_u64
 from ._records import Damaged, Owner
+
+# How a note begins of what whoever folded the log has met; the others are what records say.
+_MET: Final = b"\0"
 
 
 class Notes(Change):
@@ -30,17 +35,26 @@ class Notes(Change):
             for topic in self.topics():
                 if self._cancel(topic, message, time_us):
                     break
-        self.forget_damage(said.repaired)
+        # What was met itself is not what a repair was done with: it was hit again.
+        self.forget_damage(
+            [one for one in said.repaired if not self._get_damage(one).startswith(_MET)]
+        )
 
-    def note_damage(self, offset: int, reason: str) -> None:
-        """Remember a place of the log that could not be read."""
-        self._must_commit()
-        self._put(key_u64(DAMAGE, offset), reason.encode())
+    def note_damage(self, offset: int, reason: str, *, met: bool = False) -> None:
+        """Remember a place of the log that could not be read. `met`: by whoever folds the log; what
+        a record says of it changes nothing then.
+        """
+        if met or not self._get_damage(offset).startswith(_MET):
+            self._must_commit()
+            self._put(key_u64(DAMAGE, offset), (_MET if met else b"") + reason.encode())
+
+    def _get_damage(self, offset: int) -> bytes:
+        return bytes(self._get(key_u64(DAMAGE, offset)) or b"")
 
     def damage(self) -> list[tuple[int, str]]:
         """Return the places that could not be read: (offset, reason), in order."""
         return [
-            (U64.unpack(key[1:])[0], bytes(value).decode())
+            (U64.unpack(key[1:])[0], bytes(value).removeprefix(_MET).decode())
             for key, value in self._scan(DAMAGE)
             if value
         ]
