@@ -193,6 +193,8 @@ def start(name: str, value: Any) -> str | int:
     """Where a group begins."""
     if isinstance(value, str):
         return one_of("earliest", "latest")(name, value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be 'earliest', 'latest' or an offset, not {value!r}")
     return check_count(name, value, 0, 2**56 - 1)
 
 

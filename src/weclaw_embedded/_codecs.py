@@ -184,7 +184,8 @@ def _encode_json(body: Any) -> bytes:
 def _json_fault(item: Any) -> str | None:
     kind = type(item)
     if kind is str:
-        return str_fault(item)
+        fault = str_fault(item)
+        return fault and f"{fault}; leave it out, or open with codec='pickle'"
     if kind is int:
         return int_fault(item)
     if kind is float:
@@ -193,7 +194,10 @@ def _json_fault(item: Any) -> str | None:
         return f"{item} is not a number of JSON; use codec='msgpack'"
     if item is None or kind in (bool, dict, list):
         return None
-    return f"a value of type {type_name(item)} does not come back equal from JSON"
+    return (
+        f"a value of type {type_name(item)} does not come back equal from JSON; give what it is "
+        "made of, or open with codec='msgpack' or 'pickle'"
+    )
 
 
 def _json_key_fault(key: object) -> str | None:

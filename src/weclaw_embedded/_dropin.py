@@ -34,7 +34,7 @@ from ._delivery import Lease, Taken, Terms, taken_of
 from ._engine import Engine
 from ._io_calls import closed_error
 from ._message import Message
-from ._options import queue_options
+from ._options import QUEUE_NAMES, check_names, queue_options
 from ._order import Entry, Newest, Order
 from ._session import Session
 from ._store import open as open_store
@@ -86,6 +86,7 @@ class Core:
                 "task_done() or the death of its process"
             )
         limit_of(maxsize)
+        check_names("Queue", options, QUEUE_NAMES)
         chosen: dict[str, Any] = {
             name: options.pop(name) for name in _QUEUE_OPTIONS if name in options
         }
@@ -398,4 +399,9 @@ def shut_down() -> ShutDown:
 
 def limit_of(maxsize: float) -> int:
     """`maxsize` as a number of items: the standard library takes 1.3 for "until there are 2"."""
-    return max(0, math.ceil(maxsize))
+    try:
+        return max(0, math.ceil(maxsize))
+    except OverflowError:
+        return 0  # never reached
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"maxsize must be a number, not {maxsize!r}") from None

@@ -105,6 +105,7 @@ class Durability:
     _watch_fd: int
     _has_moved: Callable[[int], object]
     last_looker: Any
+    _adopted: list[StoreOptions]
     flush_is_due: bool
     _unsynced: int  # messages put with `batch`
     _flush_to: int  # so far a sync of them was begun
@@ -423,8 +424,14 @@ class Durability:
             return StoreFailedError(
                 f"{self.path}: {what}; {lost}, what was under way is in doubt; {self._rescue()}"
             )
+        safe = "everything confirmed before is safe"
+        if any(options.flush != "sync" for options in self._adopted):
+            safe = (
+                "everything synced before is safe; what was written since, by flush='batch' or "
+                "'os', is there as long as the power is"
+            )
         return StoreFailedError(
-            f"{self.path}: {what}; everything confirmed before is safe, what was under way is in "
+            f"{self.path}: {what}; {safe}, what was under way is in "
             "doubt; close the file in every process and open it again, then put again with the "
             "same id"
         )

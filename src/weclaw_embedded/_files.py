@@ -77,10 +77,15 @@ _ZEROS = bytes(1 << 20)
 def _fail(error: OSError, what: str, fd: int) -> NoReturn:
     """Raise DiskFullError for every way of saying full, and `error` itself for the rest."""
     if error.errno in FULL:
-        limit = "the file size limit" if error.errno == errno.EFBIG else "the disk or quota"
+        limit = (
+            "the limit on the size of files is reached"
+            if error.errno == errno.EFBIG
+            else "the disk or the quota is full"
+        )
         raise DiskFullError(
-            f"{what} failed: {limit} is reached ({error.strerror}) for {name_of(fd)}; what the "
-            f"file held is still there; make room and try again"
+            f"there is no room for more in {name_of(fd)}: {limit} ({error.strerror}, {what}); "
+            "nothing was put or changed, and what the file held is still there; make room and try "
+            "again"
         ) from error
     raise error
 

@@ -85,8 +85,9 @@ def find_segments(log: Segments) -> None:
         raise CorruptError(
             head << log.bits,
             "no segment can be found",
-            "no segment that is still needed can be found in the file: their slots are damaged or "
-            "were cut off; nothing was touched; restore from a backup or promote the replica",
+            "no segment that is still needed can be found in the file "
+            f"{_files.name_of(log.fd)}: their slots are damaged or were cut off; nothing was "
+            "touched; restore from a backup or promote the replica",
         )
     chosen = _chosen(log, headers, head)
     # Salts are drawn anew: who has begun a segment twice has not given it the same.

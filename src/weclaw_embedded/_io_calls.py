@@ -85,6 +85,7 @@ class Call:
     unwanted: Callable[[Any], None] | None = None
     merges: Queue | None = None  # one with neighbours that put into the same
     n_bytes = 0  # to be written, about
+    refused = ""  # why there was no room for it, when it was tried last
     watched = False  # its end is noted
     # What a put has put, to be taken back if a replica does not confirm it in time.
     puts: list[int] | None = None

@@ -196,6 +196,7 @@ class Turns:
                 call.may_reclaim = False
                 return MAKE_ROOM
             call.may_reclaim = True
+            call.refused = str(error)
             if not waits:
                 raise Full(str(error)) from None
             return Pending(_LOOK_FOR_ROOM_S)
@@ -415,6 +416,12 @@ class Turns:
         """
         return DEATH_CHECK_S if self._parked else self._engine.look_every_s
 
+    def _why_no_room(self, call: Call) -> str:
+        """As it was told at its last try, or at that of one before it."""
+        others = (one for one in self._parked if one.room is getattr(call, "room", None))
+        told = (one.refused for one in (call, *others) if one.refused)
+        return next(told, "there was no room in time; nothing was put; try again later")
+
     def _tick(self, turn: Turn, now_s: float) -> None:
         """What has to be noticed without being told: time, deaths, closed queues, failures."""
         while self._late and self._late[0][0] <= now_s:
@@ -427,7 +434,7 @@ class Turns:
             elif isinstance(call, Op) and call.late is not None:
                 call.error = call.late()
             else:
-                call.error = Full("there was no room in time; nothing was put; try again later")
+                call.error = Full(self._why_no_room(call))
             turn.answers.append(call)
         if now_s < self._next_tick_s:
             return

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 from . import _clock, _codecs, _delivery, _records, _settling, _values
 from ._records import (
@@ -183,6 +183,12 @@ class Message(Told):
 
     def __repr__(self) -> str:
         return f"<Message {self.id} of {self.topic!r}, delivery {self.delivery_count}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a message can't be pickled: it is held by this process; pickle its body, or have the "
+            "other process open the queue (a Queue can be pickled) and get it there"
+        )
 
     # -- what it is ------------------------------------------------------------------------------
 

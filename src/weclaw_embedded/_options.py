@@ -26,6 +26,7 @@ __all__ = [
     "DEFAULTS",
     "FILE_OPTIONS",
     "MAX_MESSAGE_BYTES",
+    "QUEUE_NAMES",
     "RECORDED_OPTIONS",
     "UNSET",
     "QueueOptions",
@@ -34,6 +35,7 @@ __all__ = [
     "Unset",
     "check_count",
     "check_name",
+    "check_names",
     "check_option",
     "check_seconds",
     "check_timeout",
@@ -129,6 +131,19 @@ _QUEUE: Final = (
 
 DEFAULTS: Final = {option.name: option.default for option in _STORE}
 """What holds when neither caller nor environment nor file says anything."""
+
+
+QUEUE_NAMES: Final = frozenset(option.name for option in _QUEUE)
+"""The options of a queue."""
+
+
+def check_names(
+    caller: str, options: Mapping[str, Any], more: frozenset[str] = frozenset()
+) -> None:
+    """Refuse options that neither the store nor `more` has, in the name of what was called."""
+    for name in options:
+        if name not in DEFAULTS and name not in more:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
 
 
 _CHECKS: Final = {option.name: option.check for option in _STORE}

@@ -281,10 +281,15 @@ def check_size(messages: Sequence[Encoded], limit: int) -> int:
         total += sum(map(len, bodies)) if len(bodies) > 1 else len(bodies[0])
     if total <= limit <= MAX_PUT_MANY_BYTES:
         return total
-    size = max(max(map(len, bodies)) for bodies, _ in messages)
+    sizes = [len(body) for bodies, _ in messages for body in bodies]
+    size = max(sizes)
     if size > limit:
+        which = "the message"
+        if len(sizes) > 1:
+            n, size = next((n, size) for n, size in enumerate(sizes) if size > limit)
+            which = f"message {n} of {len(sizes)} (the first is 0)"
         raise MessageTooLargeError(
-            f"the message has {size} bytes once encoded, more than max_message_bytes={limit}; "
+            f"{which} has {size} bytes once encoded, more than max_message_bytes={limit}; "
             "nothing was put; put less, or open the file with a larger limit"
         )
     if total > MAX_PUT_MANY_BYTES:

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from . import _queries, _records, _registry
 from ._engine import Engine
@@ -124,6 +124,12 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<Store {self.path}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a store can't be pickled; open the path {self.path!r} in the other process (a Queue "
+            "can be pickled, and does so)"
+        )
 
     def _open(self) -> Engine:
         with typed_errors(self.path):

@@ -46,6 +46,12 @@ class Transaction:
         self.ids: list[str] = []
         """The ids of what was put, in order, once the block has ended."""
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} of {self._queue!r}, {len(self._acks)} acks, "
+            f"{len(self._puts)} puts>"
+        )
+
     def ack(self, msg: Message, result: Any = None) -> None:
         """Settle `msg` when the block ends. Raises as `Message.ack` does, at the end for leases."""
         if not isinstance(msg, Message):

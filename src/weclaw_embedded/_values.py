@@ -356,7 +356,8 @@ def faults(
 def _fault(what: str, item: Any) -> str | None:
     kind = type(item)
     if kind is str:
-        return str_fault(item)
+        fault = str_fault(item)
+        return fault and f"{fault}; give bytes, encoded with errors='surrogatepass'"
     if kind is int:
         return int_fault(item)
     if kind in (float, bool, bytes, _NONE, dict, list, tuple):

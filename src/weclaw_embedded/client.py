@@ -9,19 +9,25 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from ._async import AsyncMessage
 from ._async_queue import AsyncQueue
 from ._message import Message
+from ._options import QUEUE_NAMES, check_names
 from .queue import Queue
 from .worker import Worker
+
+_SEND_OPTIONS: Final = frozenset(
+    ("id", "priority", "delay", "eta", "ttl", "headers", "block", "timeout")
+)
 
 
 class _Client:
     def __init__(
         self, path: str | os.PathLike[str], topic: str = "default", **options: Any
     ) -> None:
+        check_names(type(self).__name__, options, QUEUE_NAMES - {"topic"})
         self._queue = Queue(path, topic, **options)
         self._async = AsyncQueue._over(self._queue)
         self.topic = topic
@@ -66,10 +72,16 @@ class Producer(_Client):
         `options` are those of `Queue.put`: `id`, `priority`, `delay`, `eta`, `ttl`, `headers`,
         `block`, `timeout`. Raises `SendFailedError` (or a class under it) when it is not.
         """
+        for name in options:
+            if name not in _SEND_OPTIONS:
+                raise TypeError(f"send() got an unexpected keyword argument {name!r}")
         return await self._async.put(payload, key=key, **options)
 
     def send_sync(self, payload: Any, key: str | None = None, **options: Any) -> str:
         """`send` for those who have no loop."""
+        for name in options:
+            if name not in _SEND_OPTIONS:
+                raise TypeError(f"send_sync() got an unexpected keyword argument {name!r}")
         return self._queue.put(payload, key=key, **options)
 
     def __enter__(self) -> Producer:

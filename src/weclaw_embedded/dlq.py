@@ -130,6 +130,9 @@ class DeadLetterQueue:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
 
+    def __repr__(self) -> str:
+        return f"<DeadLetterQueue of {self._queue!r}>"
+
     def __len__(self) -> int:
         def count(session: Session) -> int:
             group = self._queue._swept(session)

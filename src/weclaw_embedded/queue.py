@@ -27,6 +27,7 @@ from ._options import (
     QueueOptions,
     Unset,
     check_count,
+    check_names,
     check_seconds,
     queue_options,
 )
@@ -41,6 +42,7 @@ from .errors import (
     ClosedError,
     CorruptError,
     Full,
+    MessageTooLargeError,
     SerializationError,
 )
 
@@ -57,7 +59,9 @@ _LOOK_FOR_ROOM_S: Final = 0.5
 
 
 class Put:
-    """A message for `Queue.put_many`, with what `Queue.put` takes besides the body."""
+    """A message for `Queue.put_many`, with what `Queue.put` takes besides the body. What it says is
+    checked when it is put.
+    """
 
     __slots__ = ("body", "delay", "eta", "headers", "id", "key", "priority", "ttl")
 
@@ -83,7 +87,12 @@ class Put:
         self.headers = headers
 
     def __repr__(self) -> str:
-        return f"Put({self.body!r}, id={self.id!r}, key={self.key!r}, priority={self.priority})"
+        given = (
+            f", {name}={getattr(self, name)!r}"
+            for name in ("id", "key", "priority", "delay", "eta", "ttl", "headers")
+            if getattr(self, name) not in (None, 0)
+        )
+        return f"Put({self.body!r}{''.join(given)})"
 
 
 class Queue(Asking):
@@ -134,6 +143,7 @@ class Queue(Asking):
         from ._store import open as open_store
 
         self._closed = True  # until it is open, for __del__
+        check_names(type(self).__name__, options)
         arguments = {
             "topic": topic,
             "group": group,
@@ -267,18 +277,28 @@ class Queue(Asking):
         if type(bodies) is list or type(bodies) is tuple:
             many = [*bodies]  # whoever has the list may change it meanwhile
             if not any(issubclass(kind, Put) for kind in {*map(type, many)}):
-                return [(_codecs.encode_many(encode, many), plain)] if many else []
+                try:
+                    return [(_codecs.encode_many(encode, many), plain)] if many else []
+                except SerializationError as error:
+                    which = [n for n, one in enumerate(many) if _fails(encode, one)]
+                    if which:  # a codec of the user's own may not fail again
+                        _say_which(error, which[0])
+                    raise
         # One after the other: whoever makes them may make each out of the one before.
         messages: list[tuple[list[bytes], Terms]] = []
         before: Terms | None = None
-        for one in bodies:
-            if isinstance(one, Put):
-                data, terms = self._encode(
-                    *(one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl),
-                    one.headers,
-                )
-            else:
-                data, terms = encode(one), plain
+        for n, one in enumerate(bodies):
+            try:
+                if isinstance(one, Put):
+                    data, terms = self._encode(
+                        *(one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl),
+                        one.headers,
+                    )
+                else:
+                    data, terms = encode(one), plain
+            except (ValueError, TypeError, MessageTooLargeError) as error:
+                _say_which(error, n)
+                raise
             if terms is before:
                 messages[-1][0].append(data)
             else:
@@ -588,6 +608,19 @@ class Queue(Asking):
 
 # What can be iterated and is not meant to be, when several bodies are asked for.
 _NOT_MANY: Final = (str, bytes, bytearray, memoryview, Mapping, Put)
+
+
+def _say_which(error: Exception, n: int) -> None:
+    """Of several messages, which one the error is about."""
+    error.args = (f"message {n} (the first is 0): {error}",)
+
+
+def _fails(encode: Callable[[Any], bytes], body: Any) -> bool:
+    try:
+        encode(body)
+    except SerializationError:
+        return True
+    return False
 
 
 def check_many(bodies: Any) -> None:

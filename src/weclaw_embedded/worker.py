@@ -32,7 +32,7 @@ from ._async import AsyncMessage
 from ._async_queue import AsyncQueue
 from ._io import Written, io_of
 from ._message import Message, Renewal, clip, describe, message_of
-from ._options import check_count, check_seconds, check_timeout
+from ._options import check_count, check_seconds
 from .errors import ClosedError, DiskFullError, LeaseLostError, StorageError
 from .queue import Queue
 
@@ -109,9 +109,10 @@ class Worker:
         self._handler = handler
         self._awaits = _is_coroutine_function(handler)
         self._concurrency = check_count("concurrency", concurrency, 1)
-        limit = check_timeout("max_run_time", max_run_time)
         self._max_run_s = (
-            limit if limit is None else check_seconds("max_run_time", limit, positive=True)
+            None
+            if max_run_time is None
+            else check_seconds("max_run_time", max_run_time, positive=True)
         )
         self._grace_s = check_seconds("grace", grace)
         self._pause_after = check_count("pause_after", pause_after, 0)
@@ -127,6 +128,9 @@ class Worker:
         """Deliveries that ended well."""
         self.failed = 0
         """Deliveries that failed."""
+
+    def __repr__(self) -> str:
+        return f"<Worker of {self._queue!r}>"
 
     # -- running -------------------------------------------------------------------------------
 
@@ -154,6 +158,8 @@ class Worker:
         self._hurried = hurried = self._loop.create_future()
         if self._stopping:
             self._tell()
+        else:
+            self._queue._queue._engine  # noqa: B018  a closed queue says so
         with self._signals(self._loop):
             slots = {asyncio.create_task(self._slot(told)) for _ in range(self._concurrency)}
             try:
@@ -282,7 +288,8 @@ class Worker:
                 with contextlib.suppress(LeaseLostError):
                     msg.release()
             raise
-        except Exception as error:  # noqa: BLE001  the handler is the user's code
+        except Exception as failed:  # noqa: BLE001  the handler is the user's code
+            error = _cause_of(failed)
             if run.settles():
                 await self._settle(msg, msg.nack, reason=describe(error))
             await self._failure(msg, error)
@@ -317,7 +324,7 @@ class Worker:
             return False
         return True
 
-    async def _failure(self, msg: Message, error: Exception) -> None:
+    async def _failure(self, msg: Message, error: BaseException) -> None:
         self.failed += 1
         self._in_a_row += 1
         logger.warning(
@@ -382,13 +389,13 @@ class _Run:
             if self._worker._awaits:
                 await asyncio.wait({working})
             raise
-        if working.cancelled():
-            raise RuntimeError("the handler was cancelled")
         if working.done():
-            failed = working.exception()
-            if failed is not None and not isinstance(failed, Exception):
-                raise RuntimeError(describe(failed)) from failed  # it ends a delivery, not us
-            return working.result()
+            try:
+                return working.result()
+            except BaseException as failed:
+                if isinstance(failed, Exception):
+                    raise
+                raise _EndedError(failed) from failed  # it ends a delivery, not us
         error = TimeoutError(f"the handler ran longer than {self._worker._max_run_s:g} s")
         if self.settles():
             self.over = True
@@ -440,7 +447,7 @@ class _Threads:
             if isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit, CancelledError)):
                 # A future can't carry the first; the others would end the loop or its task, not
                 # the handler.
-                error = RuntimeError(describe(error))
+                error = _EndedError(error)
             with self._lock:
                 self._idle += 1
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -460,7 +467,25 @@ async def _outcome(working: Awaitable[Any]) -> Any:
     try:
         return await working
     except SystemExit as error:
-        raise RuntimeError(describe(error)) from error
+        raise _EndedError(error) from error
+
+
+class _EndedError(Exception):
+    """Stands for what has ended a handler where that itself would end more than the delivery."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(describe(cause))
+        self.cause = cause
+
+
+def _cause_of(error: Exception) -> BaseException:
+    """What the handler raised."""
+    if isinstance(error, _EndedError):
+        return error.cause
+    cause = error.__cause__
+    if isinstance(cause, StopIteration) and str(error) == "coroutine raised StopIteration":
+        return cause  # so Python says it
+    return error
 
 
 def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
