@@ -49,10 +49,15 @@ class Stats(NamedTuple):
     replica_lag: int | None
     """Bytes the replica is behind; 0 when level, None without a replica."""
     file_bytes: int
+    """The size of the file. What was given back to the file system are holes in it, which count:
+    it may take less of the disk (`du`).
+    """
     reclaimable_bytes: int
-    """Space of the file that is free for reuse."""
+    """Space of the file that is free for reuse, and still taken from the disk."""
     damaged: int
-    """Places of the file that could not be read and were set aside."""
+    """Places of the file that could not be read and were set aside, whatever number of messages
+    stood in each; those that somebody has come upon. `verify` finds them all.
+    """
 
 
 class GroupInfo(NamedTuple):
