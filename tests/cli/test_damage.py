@@ -1,4 +1,4 @@
-"""What is damaged and come upon by looking: never told of as "nothing"."""
+"""What is damaged and come upon by looking: told of on standard error, and never "nothing"."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ def hit(file: Path) -> Path:
     return file
 
 
+def test_peek_shows_what_is_behind_the_damage(hit: Path, ctl: Any, js: Any) -> None:
+    """A look at one message is a look at the first that can be read; the damage is told of."""
+    status, out, err = ctl("peek", hit, "-n", 1)
+    assert status == 0
+    assert '{"n": 2' in out
+    assert "damage at offset" in err
+    assert len(js("peek", hit)) == 1
+
+
 @pytest.mark.parametrize("form", [(), ("--readonly",)], ids=["", "readonly"])
 def test_peek_does_not_say_that_nothing_is_ready(
     form: tuple[str, ...], hit: Path, ctl: Any
@@ -39,8 +48,9 @@ def test_peek_does_not_say_that_nothing_is_ready(
     data = bytearray(hit.read_bytes())
     data[data.index(b"d" * 2000) + 900] ^= 0xFF
     hit.write_bytes(data)
-    status, out, _ = ctl("peek", hit, *form)
+    status, out, err = ctl("peek", hit, *form)
     assert (status, out) == (0, "nothing that can be read is ready\n")
+    assert "damage at offset" in err
 
 
 @pytest.mark.parametrize("form", [(), ("--by-reason",), ("--readonly",)], ids=" ".join)
@@ -48,8 +58,9 @@ def test_dlq_list_does_not_say_that_there_are_no_letters(
     form: tuple[str, ...], hit: Path, ctl: Any
 ) -> None:
     """Where all that are there are damaged."""
-    status, out, _ = ctl("dlq", "list", hit, *form)
+    status, out, err = ctl("dlq", "list", hit, *form)
     assert (status, out) == (0, "no dead letters that can be read\n")
+    assert "damage at offset" in err
 
 
 def test_what_is_known_to_be_damaged_is_told_once(hit: Path, ctl: Any) -> None:
