@@ -28,6 +28,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TypeAlias
 from zlib import crc32
 
 from . import _clock, _files, _names
@@ -109,6 +110,10 @@ __all__ = [
 _ALONE_BYTES = PART_BYTES + ENVELOPE_BYTES  # what stands before the only record of a frame
 _SMALLEST_CUT = PART_BYTES + ENVELOPE_BYTES + 1
 _DOING, _UNDOING = 1, 2  # values of WRITING
+
+# Where the next frame goes, saved: the file position of its run and its offset, the segment's end
+# and salt, and the checkpoint and the last frame that are pending.
+_Place: TypeAlias = tuple[int, int, int, int, int, tuple[int, int, int]]
 
 
 def read_file_header(fd: int, name: str = "the file") -> FileHeader:
@@ -272,19 +277,15 @@ class Log(Slots, Reading):
             raise ValueError(NO_BYTES)
         if payload > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {payload} bytes; the limit is {MAX_FRAME_BYTES}")
-        before = (
-            len(self._runs),
-            len(self._buffers),
-            len(self._begun),
-            (
-                self._run_at,
-                self._end,
-                self._limit,
-                self._salt,
-                self._checkpoint,
-                self._pending_last,
-            ),
-            self._buffers,
+        buffers = self._buffers
+        pending = len(self._runs), len(buffers), len(self._begun)
+        place = (
+            self._run_at,
+            self._end,
+            self._limit,
+            self._salt,
+            self._checkpoint,
+            self._pending_last,
         )
         try:
             room = self._limit - self._end
@@ -297,24 +298,31 @@ class Log(Slots, Reading):
             offsets = layout.place(records, payload)
             self._pending_last = (self._end, *layout.first)
         except BaseException:
-            n_runs, n_buffers, n_begun, places, buffers = before
-            del self._runs[n_runs:]
-            del buffers[n_buffers:]
-            del self._begun[n_begun:]
-            self.taken = {slot for _, slot, _ in self._begun}
-            self._buffers = buffers
-            (
-                self._run_at,
-                self._end,
-                self._limit,
-                self._salt,
-                self._checkpoint,
-                self._pending_last,
-            ) = places
+            self._go_back(place, buffers, *pending)
             raise
         if flags & CHECKPOINT_FRAME:
             self._checkpoint = offsets[0]
         return offsets
+
+    def _go_back(
+        self, place: _Place, buffers: list[_files.Bytes], n_runs: int, n_buffers: int, n_begun: int
+    ) -> None:
+        """Take back an append that failed: the next goes to where this one was to go, and what is
+        pending is what was before.
+        """
+        del self._runs[n_runs:]
+        del buffers[n_buffers:]
+        del self._begun[n_begun:]
+        self.taken = {slot for _, slot, _ in self._begun}
+        self._buffers = buffers
+        (
+            self._run_at,
+            self._end,
+            self._limit,
+            self._salt,
+            self._checkpoint,
+            self._pending_last,
+        ) = place
 
     def roll(self, time_us: int) -> None:
         """Go on in the next segment, be the last free slot the one for it; to be written by
