@@ -164,7 +164,7 @@ class Asking(Handle):
                 group = self._swept(session)
                 if group is None:
                     return 0, None
-                left = _delivery.waiting_in(session.tx, group) + int(group.n_leased)
+                left = _delivery.unfinished_in(session.tx, group)
                 if not left:
                     return 0, None
                 _delivery.wait_settled(session, group.tid, waiter)

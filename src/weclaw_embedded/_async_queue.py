@@ -362,7 +362,7 @@ class AsyncQueue:
 
     def _all_done(self, session: Session, waiter: Waiter) -> Any:
         group = self._queue._swept(session)
-        if group is None or not (_delivery.waiting_in(session.tx, group) + int(group.n_leased)):
+        if group is None or not _delivery.unfinished_in(session.tx, group):
             return None
         _delivery.wait_settled(session, group.tid, waiter)
         return pending_until(session, _taking.next_look(session, group))

@@ -201,6 +201,11 @@ def waiting_in(tx: Tx, group: GroupState) -> int:
     return tx.ready_count(group) + group.n_wait + group.n_parked
 
 
+def unfinished_in(tx: Tx, group: GroupState) -> int:
+    """Ready + delayed + leased: what `join` waits for, and what may still have to be settled."""
+    return tx.ready_count(group) + group.n_wait + group.n_parked + group.n_leased
+
+
 def own_id(offset: int, salt: int) -> str:
     """The id we make: where the Put is, and a digest of its segment's salt, so that an offset
     that a power cut took back is not answered for. The salt itself stays unknown to whoever

@@ -239,7 +239,7 @@ class Core:
             group = self.queue._swept(session)
             left = 0
             if group is not None:
-                left = _delivery.waiting_in(session.tx, group) + int(group.n_leased)
+                left = _delivery.unfinished_in(session.tx, group)
                 tid = group.tid
         left = max(0, left - self.counted)
         if left and waiter is not None:

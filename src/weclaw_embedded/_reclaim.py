@@ -22,7 +22,7 @@ import contextlib
 from typing import Final
 
 from . import _files, _records
-from ._delivery import place, set_aside, waiting_in
+from ._delivery import place, set_aside, unfinished_in
 from ._engine import Engine
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
@@ -377,7 +377,7 @@ def _reserved_bytes(session: Session) -> tuple[int, int]:
     for topic in tx.topics():
         groups = tx.groups(topic.tid) or [tx.template(topic.tid)]
         most_groups = max(most_groups, len(groups))
-        waiting += sum(waiting_in(tx, group) + group.n_leased for group in groups)
+        waiting += sum(unfinished_in(tx, group) for group in groups)
     for_retries = min(waiting * _RETRY_BYTES, _MOST_FOR_RETRIES)
     need = waiting * _RESERVED_BYTES + for_retries
     each = _RESERVED_BYTES + (_RETRY_BYTES if for_retries < _MOST_FOR_RETRIES else 0)
