@@ -12,7 +12,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import click
@@ -57,33 +57,9 @@ def bench(file: str | None, messages: int, as_json: bool) -> None:
             "there; name a FILE in a folder that can"
         )
     try:
-        with common.progress_bar("bench", 5) as update:
-            done = 0
-
-            def step(
-                work: str, run: Callable[..., list[float]], *args: Any, a_time: int = 1
-            ) -> Row:
-                nonlocal done
-                took = run(*args)
-                done += 1
-                update(completed=done)
-                median = statistics.median(took) / a_time * 1e6
-                total = sum(took)
-                return Row(work, median, len(took) * a_time / total, 0.0)
-
-            rows = [step("floor: pack, write, sync", _floor, folder, messages)]
-            with weclaw.Queue(os.path.join(folder, "sync.wq"), flush="sync", **_ALONE) as queue:
-                rows.append(step("put, synced", _put, queue, messages))
-                rows.append(step("get + ack, synced", _get, queue, messages))
-                rows.append(
-                    step(f"put_many({_BATCH}), synced", _put_many, queue, messages, a_time=_BATCH)
-                )
-            with weclaw.Queue(os.path.join(folder, "batch.wq"), flush="batch", **_ALONE) as queue:
-                rows.append(step('put, flush="batch"', _put, queue, messages))
+        rows = _measured(folder, messages)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    floor = rows[0].p50_us
-    rows = [row._replace(times_floor=row.p50_us / floor) for row in rows]
     if as_json:
         common.print_json(
             {
@@ -99,6 +75,38 @@ def bench(file: str | None, messages: int, as_json: bool) -> None:
             }
         )
         return
+    _print_rows(rows)
+    click.echo(f"{messages} messages of about 440 bytes each, in {common.plain(beside)}")
+
+
+def _measured(folder: str, messages: int) -> list[Row]:
+    """Do the work in the folder; the rows, the floor's first, each against it."""
+    with common.progress_bar("bench", 5) as update:
+        done = 0
+
+        def step(work: str, run: Callable[..., list[float]], *args: Any, a_time: int = 1) -> Row:
+            nonlocal done
+            took = run(*args)
+            done += 1
+            update(completed=done)
+            median = statistics.median(took) / a_time * 1e6
+            total = sum(took)
+            return Row(work, median, len(took) * a_time / total, 0.0)
+
+        rows = [step("floor: pack, write, sync", _floor, folder, messages)]
+        with weclaw.Queue(os.path.join(folder, "sync.wq"), flush="sync", **_ALONE) as queue:
+            rows.append(step("put, synced", _put, queue, messages))
+            rows.append(step("get + ack, synced", _get, queue, messages))
+            rows.append(
+                step(f"put_many({_BATCH}), synced", _put_many, queue, messages, a_time=_BATCH)
+            )
+        with weclaw.Queue(os.path.join(folder, "batch.wq"), flush="batch", **_ALONE) as queue:
+            rows.append(step('put, flush="batch"', _put, queue, messages))
+    floor = rows[0].p50_us
+    return [row._replace(times_floor=row.p50_us / floor) for row in rows]
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
     common.print_table(
         ["work", ("p50 a message", "right"), ("a second", "right"), ("× floor", "right")],
         [
@@ -111,7 +119,6 @@ def bench(file: str | None, messages: int, as_json: bool) -> None:
             for row in rows
         ],
     )
-    click.echo(f"{messages} messages of about 440 bytes each, in {common.plain(beside)}")
 
 
 def _task(number: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
@@ -144,12 +144,7 @@ def list_(
         total = len(dead)  # before those that can't be read are set aside
         reasons = _by_reason(choice.of(dead)) if by_reason else []
         letters = list(itertools.islice(choice.of(dead), 0 if by_reason else limit + 1))
-        elsewhere = [
-            (one, number)
-            for one in common.places(store, None, None)
-            if (one.topic, one.group) != (topic, group)
-            and (number := len(common.queue_of(store, one.topic, one.group).dlq))
-        ]
+        elsewhere = _elsewhere(store, topic, group)
     more = len(letters) > limit
     del letters[limit:]
     if as_json:
@@ -165,19 +160,7 @@ def list_(
             [(number, common.excerpt(text, 200)) for text, number in reasons[:limit]],
         )
     elif letters:
-        common.print_table(
-            ["id", "died (UTC)", ("retries", "right"), "reason"],
-            [
-                (
-                    letter.id,
-                    common.when(letter.died_at)[:16],
-                    letter.retry_count,
-                    common.excerpt(letter.reason or "-", 120),
-                )
-                for letter in letters
-            ],
-        )
-        click.echo("'weclawctl dlq show FILE ID' has the body and every failure")
+        _print_letters(letters)
     elif total and choice.filters:
         click.echo("no dead letters that pass")
     else:
@@ -191,6 +174,32 @@ def list_(
             common.plain(f"{common.count(number, 'letter')} in topic {one.topic!r}, group ")
             + common.plain(f"{one.group!r}: --topic, --group")
         )
+
+
+def _elsewhere(store: weclaw.Store, topic: str, group: str) -> list[tuple[common.Place, int]]:
+    """(place, letters) of each group with dead letters but the one that was asked for."""
+    return [
+        (one, number)
+        for one in common.places(store, None, None)
+        if (one.topic, one.group) != (topic, group)
+        and (number := len(common.queue_of(store, one.topic, one.group).dlq))
+    ]
+
+
+def _print_letters(letters: Sequence[weclaw.DeadLetter]) -> None:
+    common.print_table(
+        ["id", "died (UTC)", ("retries", "right"), "reason"],
+        [
+            (
+                letter.id,
+                common.when(letter.died_at)[:16],
+                letter.retry_count,
+                common.excerpt(letter.reason or "-", 120),
+            )
+            for letter in letters
+        ],
+    )
+    click.echo("'weclawctl dlq show FILE ID' has the body and every failure")
 
 
 @dlq.command()
