@@ -64,6 +64,7 @@ class Damage:
     _heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
     _heal_is_due: bool
     _told: set[int]  # places that were told of
+    last_bad: tuple[int, int] = (0, 0)  # where the last one begins and ends that was set aside
 
     def replicas(self) -> list[Address]:
         """Where what is damaged here may be whole: where the replica is, and, while a file is being

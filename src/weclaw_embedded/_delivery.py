@@ -356,14 +356,22 @@ def set_aside(
     """
     if session.may_write and session.tx.is_aside(offset):
         return None
+    engine = session.engine
     location = offset if location is None else location
-    span = session.log.at_rest().bad_span(location) if location == offset else None
+    span: tuple[int, int] | None = None
+    if location == offset:
+        span = engine.last_bad
+        if not span[0] <= location < span[1]:
+            span = session.log.at_rest().bad_span(location)
+            engine.last_bad = span or (0, 0)
     place = location if span is None else span[0]
     if not session.may_write:
         return place
     items = [(offset, clipped(reason))]
-    if span is not None:
-        tx = session.tx
+    tx = session.tx
+    if span is not None and tx.is_aside(place):
+        items = [(offset, "")]  # one that was leased when its neighbours were set aside
+    elif span is not None:
         others = [one for one in tx.live_in(*span, _MOST_ASIDE) if span[0] <= one < span[1]]
         groups = tx.groups(None)
         held = {one for group in groups for one, _ in tx.leases(group.gid)} if others else set()
@@ -373,7 +381,6 @@ def set_aside(
         if offset != place:
             items.append((offset, ""))
     session.append([_records.pack_damaged(items)])
-    engine = session.engine
     engine.lose([lease for lease in engine.held if lease.offset == offset])
     session.page.words[LEASES_SEQ] += 1  # for those whom other processes hold
     session.settled = ALL
