@@ -101,6 +101,7 @@ class Anew(_folding.Folding):
     def __init__(self, engine: Any, index: Index) -> None:
         self.path, self.page, self.log, self.index = engine.path, engine.page, engine.log, index
         self.damage_met = lambda: None  # there is nobody to heal it
+        self.tell_damage = lambda place, reason: None  # recovery has told of it
 
 
 def rows(index: Index) -> dict[bytes, bytes]:
