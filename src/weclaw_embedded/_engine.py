@@ -49,6 +49,7 @@ from ._shared import (
     FOR_SETTLED,
     INDEX_SEQ,
     INDEX_SYNCED,
+    INDEX_TIME,
     IS_COPY,
     IS_FENCED,
     LEASES_SEQ,
@@ -133,7 +134,8 @@ class Engine(
         self.page: SharedPage = opened.page
         self.log: Log = opened.log
         self.index: Index = opened.index
-        self.index.share(self.page.words[INDEX_SEQ : INDEX_SEQ + 1])
+        words = self.page.words
+        self.index.share(words[INDEX_SEQ : INDEX_SEQ + 1], words[INDEX_TIME : INDEX_TIME + 2])
         self.slot = opened.slot
         self.token = opened.token
         self.recovery = opened.recovery

@@ -96,7 +96,9 @@ class Tx(Many, Ask, Forget):
                 if self._commits is not None:
                     # Before it is so: who dies in between makes others look in vain, no more.
                     self._commits[0] += 1
+                self.room.begin_change()
                 txn.commit()
+                self.room.end_change()
                 self._done(applied, last_crc, last_frame)
             elif txn is not None:
                 txn.abort()
@@ -120,6 +122,23 @@ class Room:
         self.map_full = False  # the last transaction ended for that
         self.disk_full = False
         self.is_short = False  # it wanted space that the disk does not have
+        self.seen: memoryview[int] | None = None  # see `Index.share`
+
+    def begin_change(self) -> None:
+        """The file is about to change: how it looked last says no more of it."""
+        if self.seen is not None:
+            self.seen[0] = 0
+
+    def end_change(self) -> None:
+        """Note how the file looks now."""
+        if self.seen is not None:
+            time_ns, self.seen[1] = self.looks()
+            self.seen[0] = time_ns
+
+    def looks(self) -> tuple[int, int]:
+        """When the file was changed last, in ns, and its size."""
+        found = os.fstat(self.reserve_fd)
+        return found.st_mtime_ns, found.st_size
 
     def begin(self) -> lmdb.Transaction[bytes]:
         """Begin a transaction of LMDB; nobody in this process has one."""
@@ -148,6 +167,7 @@ class Room:
         for n in (RESERVE_BYTES, RESERVE_BYTES // 4):
             try:
                 if os.fstat(self.reserve_fd).st_size < used + RESERVE_BYTES // 2:
+                    self.begin_change()
                     _files.allocate(self.reserve_fd, used, n)
                 return
             except DiskFullError:
@@ -228,11 +248,20 @@ class Index:
         """What is known in memory, with no transaction begun; see `State.ahead`."""
         return self._tx
 
-    def share(self, commits: memoryview[int]) -> None:
+    def share(self, commits: memoryview[int], seen: memoryview[int] | None = None) -> None:
         """Count commits in a word that all processes share, each under the write lock: what is
         known in memory holds while it stands still.
+
+        `seen`, two more words, say how the file `looks` since the last change, the first of them 0
+        while one is under way: who finds it otherwise, once all are dead, knows that something else
+        has written to it.
         """
         self._tx._commits = commits
+        self.room.seen = seen
+
+    def looks(self) -> tuple[int, int]:
+        """When the file was changed last, in ns, and its size."""
+        return self.room.looks()
 
     def look_for_room(self) -> None:
         """There is space now: have it before the next transaction."""
@@ -256,6 +285,9 @@ class Index:
         if self._tx._commits is not None:
             self._tx._commits.release()
             self._tx._commits = None
+        if self.room.seen is not None:
+            self.room.seen.release()
+            self.room.seen = None
         try:
             if sync:
                 self.room.env.sync(True)

@@ -57,7 +57,9 @@ from ._shared import (
     DEAD_SEQ,
     FAILED,
     FIRST_SYNC,
+    INDEX_BYTES,
     INDEX_SYNCED,
+    INDEX_TIME,
     MAX_OWNERS,
     SYNC_HIGH,
     SharedPage,
@@ -241,6 +243,7 @@ class _Before:
     near: int = 0  # where the last frame began
     shift: int | None = None  # of queue time
     replica: list[int] = field(default_factory=list)  # what was known of it
+    index: tuple[int, int] | None = None  # how that looked
 
     @property
     def cache_is_true(self) -> bool:
@@ -263,6 +266,7 @@ def _look_before(directory: str, fd: int, header: FileHeader) -> _Before:
         words[LAST_FRAME],
         page.shift,
         page.replica_words(),
+        (words[INDEX_TIME], words[INDEX_BYTES]) if words[INDEX_TIME] else None,
     )
     page.close()
     return before
@@ -291,6 +295,7 @@ def _open_first(
         page.share_unread(log.unread)
         # Who only looks has nothing to write or to sync at its end.
         page.words[INDEX_SYNCED] = marked and not rebuild
+        page.words[INDEX_TIME], page.words[INDEX_BYTES] = index.looks()
         if recovery.ends_vouched:
             page.words[CLEAN_AT] = page.words[TAIL]
             page.words[LAST_FRAME] = log.last_frame[0]
@@ -346,7 +351,9 @@ def _recover(
     index = None
     # What could not be read may be readable by now, and what can't be by now is damage.
     if not before.doubtful:
-        index = believable_index(os.path.join(directory, INDEX_NAME), before.cache_is_true)
+        index = believable_index(
+            os.path.join(directory, INDEX_NAME), before.cache_is_true, before.index
+        )
     rebuild = None
     if index is None:
         index = new_index(directory)

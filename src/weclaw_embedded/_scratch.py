@@ -70,8 +70,13 @@ def new_index(directory: str) -> Index:
     return Index.open(os.path.join(directory, INDEX_NAME), create=True)
 
 
-def believable_index(directory: str, same_boot: bool) -> Index | None:
-    """Open the index if nothing in it can have been lost or changed by others."""
+def believable_index(
+    directory: str, same_boot: bool, looked: tuple[int, int] | None
+) -> Index | None:
+    """Open the index if nothing in it can have been lost or changed by others. `looked` is what
+    those who died over it, in this boot, saw of it last (`Index.looks`); None when that is not
+    known, as of one who died over a change.
+    """
     data = os.path.join(directory, FILE_NAME)
     mark = read_clean_mark(directory)
     # The mark is of the state on disk now. Once we write, it must not be found after a power cut.
@@ -84,7 +89,7 @@ def believable_index(directory: str, same_boot: bool) -> Index | None:
     if mark is not None:
         believed = mark == (found.st_ino, found.st_mtime_ns, found.st_size)
     else:
-        believed = same_boot
+        believed = same_boot and looked in (None, (found.st_mtime_ns, found.st_size))
     if not believed or not _looks_like_lmdb(data, found.st_size):
         return None
     try:

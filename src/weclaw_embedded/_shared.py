@@ -66,6 +66,8 @@ INDEX_SEQ = 50  # changes before each commit of the index
 OWNERS_SEQ = 51  # changes whenever a slot gets or loses its owner
 INDEX_SYNCED = 52  # 1 when the index was on stable storage as it was found; commits come after it
 SYNC_WAIT_HIGH = 53  # the highest offset for which an owner waits for another one's sync
+INDEX_TIME = 54  # when the file of the index was changed last, ns; 0 while it is being changed
+INDEX_BYTES = 55  # how large it was then; the word behind the other
 # Why nothing is promised any more.
 DISK_FAILED, FILE_MOVED, SCRATCH_MOVED = 1, 2, 3
 WORDS_BYTES: Final = 4096
