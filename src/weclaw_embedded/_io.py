@@ -38,6 +38,7 @@ from ._engine import Engine
 from ._io_calls import (
     Call,
     Op,
+    PutCall,
     SyncCall,
     Takes,
     Turn,
@@ -90,6 +91,7 @@ class Io(Turns):
         self._bell.acquire()
         self._asleep = False
         self._round = False  # what waits for a sync waits for the loop's round to end, too
+        self._unrung = False  # a put of tasks that are run on just now waits for the end of that
         self.woken = NOWHERE  # the thread in which tasks are run on just now, and their loop
         self._role = threading.Lock()
         self._lock = threading.Lock()  # guards the next eight
@@ -139,6 +141,10 @@ class Io(Turns):
         if self._asleep:
             if type(call) is SyncCall:
                 self._ring_after_round()
+            elif type(call) is PutCall and call._loop is self.woken[1]:
+                # Rung when all tasks of its group have run on: most of them put again, and whoever
+                # serves them would only wait for Python's lock.
+                self._unrung = True
             else:
                 self._ring()
         elif self._kept and call.hurries:
@@ -418,6 +424,10 @@ class Io(Turns):
             raise
         finally:
             self.woken = NOWHERE
+            if self._unrung:
+                self._unrung = False
+                if self._asleep:
+                    self._ring()
 
     def _fail_all(self, error: BaseException | None = None) -> None:
         failed: list[Call] = list(self._parked)
