@@ -36,14 +36,18 @@ from tests.replica_tools import (
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import (
+    _names,
     _records,
     _replicated,
     _replication,
+    _restore,
     _shared,
     _waiting,
     _wake,
     replica,
 )
+from weclaw_embedded._channel import LinkDownError
+from weclaw_embedded._options import store_options
 from weclaw_embedded.wal import TAIL
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -1026,6 +1030,66 @@ def test_a_lost_file_is_restored(
     same(path, copy)
     if how == "header":
         assert list(path.parent.glob("*.damaged-*"))
+
+
+def begin_anew(pipe, path):
+    with weclaw.Queue(path, replica=False) as q:
+        q.put("anew")
+        pipe.send("begun")
+        pipe.recv()
+        q.put("still here")
+
+
+@pytest.mark.parametrize("when", ["asked", "fetched", "placed"])
+def test_a_file_that_comes_to_be_while_it_is_restored_is_left_alone(
+    lost: Callable[..., Any],
+    path: Path,
+    copy: Path,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two processes find it missing, and one is quicker: the other one's file was moved aside, or
+    replaced, under him.
+    """
+    path.unlink()
+    place, name = {
+        "asked": (_restore, "_restore_once"),
+        "fetched": (_restore, "_fill"),
+        "placed": (_names, "place"),
+    }[when]
+    real = getattr(place, name)
+    with Child(begin_anew, path) as child:
+
+        def meanwhile(*args: Any, **options: Any) -> Any:
+            assert child.hear() == "begun"
+            if when == "asked":
+                raise LinkDownError("the receiver of another one is at work")
+            return real(*args, **options)
+
+        monkeypatch.setattr(place, name, meanwhile)
+        _restore.restore_missing(str(path), store_options({"replica": copy}))
+        child.say("go on")
+        child.end()
+    assert not list(path.parent.glob("*.damaged-*"))
+    assert not list(path.parent.glob(".*.receiving"))
+    shutil.rmtree(str(path) + ".d")
+    with weclaw.Queue(path, replica=False) as q:
+        assert [msg.body for msg in q.peek(10)] == ["anew", "still here"]
+
+
+def test_a_restoring_process_that_died_as_its_file_took_its_place_leaves_it_alone(
+    lost: Callable[..., Any], path: Path, tmp_path: Path, copy: Path
+) -> None:
+    """It has both names then, and whoever restores next does not begin by emptying it."""
+    left = path.with_name(f".{path.name}.receiving")
+    os.link(path, left)
+    path.rename(tmp_path / "put away")
+    q = lost(replica=copy)
+    assert q.qsize() == 50
+    q.close()
+    assert not left.exists()
+    with weclaw.Queue(tmp_path / "put away", replica=False) as q:
+        assert q.qsize() == 50
 
 
 def test_what_cannot_be_restored_is_not_begun_anew(

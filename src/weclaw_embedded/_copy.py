@@ -193,10 +193,8 @@ class Copy:
         """Begin a new copy, to take its place (that of `old`) with `finish`."""
         directory, name = os.path.split(path)
         temporary = os.path.join(directory or ".", f".{name}.receiving")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = _begin(temporary)
         try:
-            lock_copy(fd, temporary, 0.0)
-            _files.truncate(fd, 0)
             header = FileHeader(
                 hello.segment_bytes, hello.store_id, hello.epoch, 1, hello.created_us
             )
@@ -392,15 +390,18 @@ class Copy:
         assert self.temporary is not None, "it has its place"
         self.log.prepare_spare()
         _files.sync_all(self.fd)
-        if self.old is None and _is_taken(self.path):
-            raise StorageError(
-                f"{self.path} came to be meanwhile; it was left alone; choose another place"
-            )
-        _names.replace(self.temporary, self.path)
-        self.temporary = None
-        if self.old is not None:
+        if self.old is None:
+            try:
+                _names.place(self.temporary, self.path)
+            except FileExistsError:
+                raise StorageError(
+                    f"{self.path} came to be meanwhile; it was left alone; choose another place"
+                ) from None
+        else:
+            _names.replace(self.temporary, self.path)
             self.old.close()
             self.old = None
+        self.temporary = None
 
     def prepare(self) -> None:
         """Have a zeroed slot ready, so that a segment begins without waiting for one."""
@@ -424,11 +425,21 @@ class Copy:
         self.log.trim(1)
 
 
-def _is_taken(path: str) -> bool:
-    try:
-        return os.stat(path).st_size > 0
-    except FileNotFoundError:
-        return False
+def _begin(temporary: str) -> int:
+    """An empty file of this name, locked by whoever makes a copy."""
+    while True:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            lock_copy(fd, temporary, 0.0)
+            if os.fstat(fd).st_nlink == 1:
+                _files.truncate(fd, 0)
+                return fd
+            # Whoever made it died when it had just got its place, and is not to be written to.
+            _names.unlink(temporary)
+        except BaseException:
+            _files.close(fd)
+            raise
+        _files.close(fd)
 
 
 def role_of(path: str) -> tuple[FileHeader, int, int]:

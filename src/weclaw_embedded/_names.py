@@ -33,6 +33,7 @@ __all__ = [
     "create_whole",
     "make_fifo",
     "match_owner_and_mode",
+    "place",
     "remove_folder",
     "replace",
     "unlink",
@@ -131,6 +132,16 @@ def _remove_stale_temporaries(directory: str, name: str) -> None:
                 with contextlib.suppress(OSError):
                     if time.time() - os.stat(leftover).st_mtime > _STALE_TEMPORARY_S:
                         os.unlink(leftover)
+
+
+def place(source: str, path: str) -> None:
+    """Give a file its name, durably, which nobody's file may have but one of no bytes: else raises
+    FileExistsError. Whoever dies in between may leave it both names.
+    """
+    if not _replace_empty_file(source, path):
+        _link_into_place(source, path)
+        unlink(source)
+    _files.sync_dir(os.path.dirname(path))
 
 
 def replace(source: str, path: str) -> None:

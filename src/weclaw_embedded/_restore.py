@@ -47,9 +47,8 @@ def restore_missing(path: str, options: StoreOptions) -> None:
     address = replica_of(path, options) if is_new(path) else None
     if address is not None:
         patience_s = patience_of(options.replica_timeout)
-        _restore(
-            path, address, "is missing" if not os.path.exists(path) else "is empty", patience_s
-        )
+        why = "is missing" if not os.path.exists(path) else "is empty"
+        _restore(path, address, why, patience_s, moves_aside=False)
 
 
 def end_of(path: str, options: StoreOptions) -> Complete | None:
@@ -88,7 +87,8 @@ def restore_damaged(path: str, options: StoreOptions, error: WeclawError) -> boo
         if not _locks.try_lock(fd, IN_USE, True):
             return False
         patience_s = patience_of(options.replica_timeout)
-        return _restore(path, address, f"is damaged beyond use ({error})", patience_s)
+        why = f"is damaged beyond use ({error})"
+        return _restore(path, address, why, patience_s, moves_aside=True)
     finally:
         _files.close(fd)
 
@@ -102,9 +102,15 @@ def _has_data(address: Address) -> bool:
         return False
 
 
-def _restore(path: str, address: Address, why: str, patience_s: float) -> bool:
+def _restore(
+    path: str, address: Address, why: str, patience_s: float, *, moves_aside: bool
+) -> bool:
     """Get it from the replica; False when that has no data. One that does not answer is asked
     again until the time is over.
+
+    `moves_aside` what is at `path`, which the caller has for himself. Without it a file that comes
+    to be there meanwhile is the one to open: another process has restored it, or asked before the
+    replica had anything, and works with it.
     """
     try:
         if isinstance(address, str) and (is_new(address) or is_same_file(address, path)):
@@ -116,9 +122,9 @@ def _restore(path: str, address: Address, why: str, patience_s: float) -> bool:
         ) from None
     until_s = time.monotonic() + patience_s
     pause_s = _FIRST_PAUSE_S
-    while True:
+    while moves_aside or is_new(path):
         try:
-            return _restore_once(path, address, why, until_s)
+            return _restore_once(path, address, why, until_s, moves_aside)
         except RefusedError as refused:
             # The receiver of one who has just died may still end.
             if refused.why != BUSY or time.monotonic() + pause_s >= until_s:
@@ -136,17 +142,20 @@ def _restore(path: str, address: Address, why: str, patience_s: float) -> bool:
                 ) from None
         time.sleep(pause_s)
         pause_s *= 2
+    return True
 
 
-def _restore_once(path: str, address: Address, why: str, until_s: float) -> bool:
+def _restore_once(path: str, address: Address, why: str, until_s: float, moves_aside: bool) -> bool:
     channel = Channel(address, None)
     try:
-        return _fetch(path, address, why, channel, until_s)
+        return _fetch(path, address, why, channel, until_s, moves_aside)
     finally:
         channel.close()
 
 
-def _fetch(path: str, address: Address, why: str, channel: Channel, until_s: float) -> bool:
+def _fetch(
+    path: str, address: Address, why: str, channel: Channel, until_s: float, moves_aside: bool
+) -> bool:
     channel.send(HELLO, _stream.pack_hello(NOBODY))
     body = channel.answer(until_s, lambda: False)
     if body[0] != STATE:
@@ -170,12 +179,16 @@ def _fetch(path: str, address: Address, why: str, channel: Channel, until_s: flo
         _fill(copy, channel)
         if copy.empty:
             raise LinkDownError("it has a file, but no segment of a log")
-        if _files.size(copy.fd) and os.path.exists(path) and not is_new(path):
+        if moves_aside and not is_new(path):
             aside = f"{path}.damaged-{_clock.wall_us()}"
             os.rename(path, aside)
             why += f"; what is left of it is now {aside}"
         copy.sync()
         tail = copy.tail
+    except StorageError:
+        if moves_aside or is_new(path):
+            raise
+        return True  # it came to be there meanwhile
     finally:
         copy.close()
     logger.warning(
