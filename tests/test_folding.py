@@ -92,6 +92,22 @@ def test_the_index_is_never_left_far_behind(open_queue, small_parts):
     assert [n for n, _ in drain(q)] == list(range(3000))
 
 
+def test_who_only_puts_is_not_held_up_by_retention(open_queue, small_parts, monkeypatch):
+    """Whether settled messages may go is not asked while the answer takes folding a lot."""
+    behind = []
+    catch_up = _folding.Folding.catch_up
+    monkeypatch.setattr(
+        _folding.Folding,
+        "catch_up",
+        lambda self, tx: (behind.append(self.page.words[TAIL] - tx.applied), catch_up(self, tx)),
+    )
+    q = open_queue(segment_bytes=1 << 16, flush="os", retention_bytes=1 << 20)
+    for n in range(3000):
+        q.put([n, BODY])
+    assert max(behind) <= 2 * small_parts
+    assert [n for n, _ in drain(q)] == list(range(3000))
+
+
 # Anew ---------------------------------------------------------------------------------------------
 
 

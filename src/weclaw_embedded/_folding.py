@@ -75,9 +75,6 @@ class Folding:
             else:
                 tx.apply(written)
         elif not applied or applied < self.log.head_offset:
-            if applied:
-                # An old one: what it never saw was given back meanwhile.
-                tx.clear()
             self.fold_all(tx)
         elif applied == tail:
             if tx.stored == tail:
@@ -147,15 +144,21 @@ class Folding:
             if busy or self.folded_to == before:
                 return
 
+    def is_far_behind(self) -> bool:
+        """Whether, for all this process knows, it has to fold much to look at the index. That is
+        seen to in parts.
+        """
+        return self.page.words[TAIL] - self.folded_to > _PART_BYTES
+
     def _fold_part(self, session: Session) -> None:
         """Bring the index a part nearer to the log's tail, if there is room for it."""
         tx = self.index.write()
         try:
-            applied = tx.applied
+            start = self._start(tx)
             tail = self.page.words[TAIL]
-            last = Last(applied + _PART_BYTES)
-            if self.log.head_offset < applied < tail - _PART_BYTES:
-                found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
+            last = Last(start + _PART_BYTES)
+            if start < tail - _PART_BYTES:
+                found = self.log.stretches(start, tail, on_damage=self._damage_noter(tx))
                 tx.apply_many(last.until_enough(found))
             if last.end:
                 tx.commit(last.end, self.log.checksum(last.offset), last.offset)
@@ -168,7 +171,7 @@ class Folding:
             tx.abort()
             raise
         tx.abort()
-        session.tx  # noqa: B018  the little that is left, or all of it anew
+        self.folded_to = session.tx.stored  # with the little that is left, it is level
 
     def remember_written(self, start: int, tail: int, appended: list[Appended]) -> None:
         """Keep a little of what this process wrote and the index does not have yet. What was
@@ -186,12 +189,23 @@ class Folding:
             self._written_to = -1
 
     def fold_all(self, tx: Tx) -> None:
-        """Apply the whole log, or what is left of it, beginning with what a checkpoint knows of the
-        time before what is kept.
+        """Apply the whole log, or what is left of it."""
+        start = self._start(tx)
+        found = self.log.stretches(start, self.page.words[TAIL], on_damage=self._damage_noter(tx))
+        fold_in_parts(self.index, tx, self.log, found, start)
+
+    def _start(self, tx: Tx) -> int:
+        """Where the fold goes on. An index of which nothing is kept any more begins anew, with what
+        a checkpoint knows of the time before what is kept.
         """
         head = self.log.head_offset
+        if 0 < tx.applied < head:
+            # An old one: what it never saw was given back meanwhile.
+            tx.clear()
+        if tx.applied:
+            return tx.applied
         checkpoint = self.log.checkpoint()
-        if checkpoint and not tx.applied:
+        if checkpoint:
             try:
                 wrong = seed(tx, self.log.read(checkpoint), head)
             except (CorruptError, LookupError) as error:  # the last: repair has written over it
@@ -199,9 +213,7 @@ class Folding:
             if wrong:
                 # Groups from before what is kept begin anew: messages come twice, none is lost.
                 tx.note_damage(checkpoint, wrong)
-        start = max(tx.applied, head)
-        found = self.log.stretches(start, self.page.words[TAIL], on_damage=self._damage_noter(tx))
-        fold_in_parts(self.index, tx, self.log, found, start)
+        return head
 
     def _report(self, recovery: Recovery) -> None:
         for _, reason in self.healed:

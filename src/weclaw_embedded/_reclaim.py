@@ -189,8 +189,8 @@ def _average(tx: Tx) -> int:
 
 def _retained_s(session: Session, segment: int, end: int) -> float | None:
     """How long retention still wants the settled messages of the segment: 0.0 no more, None as
-    long as there is room. The index is asked only when it matters how much still lives: whoever
-    only puts would have to fold each segment for it.
+    long as there is room. The index is asked only when it matters how much still lives, and when
+    it is not far behind: whoever only puts would have to fold all of that for it, in one go.
     """
     age_s, size_bytes = session.option("retention"), session.option("retention_bytes")
     left_s = None
@@ -199,9 +199,9 @@ def _retained_s(session: Session, segment: int, end: int) -> float | None:
     if left_s == 0.0 or size_bytes is None:
         return left_s
     kept_after = session.log.pending_tail - end
-    if kept_after <= size_bytes or kept_after <= size_bytes + session.tx.live_bytes():
+    if kept_after <= size_bytes or session.engine.is_far_behind():
         return left_s
-    return 0.0
+    return left_s if kept_after <= size_bytes + session.tx.live_bytes() else 0.0
 
 
 def _getting_on_s(session: Session, tx: Tx, end: int) -> float:
