@@ -37,6 +37,7 @@ from weclaw_embedded._format import (
     HEADER_BYTES,
     PART_BYTES,
     VOUCH,
+    Stretch,
     policy_of,
 )
 from weclaw_embedded.errors import CorruptError, DiskFullError, StorageError
@@ -314,6 +315,53 @@ def test_another_process_sees_what_was_written(path: Path) -> None:
     assert one.verify() == two.verify() == []
     assert state.words[SLOTS] < 20
     for log in (one, two):
+        _files.close(log.fd)
+
+
+def test_few_records_that_are_alone_in_their_frames_are_told_as_the_walk_tells_them(
+    path: Path,
+) -> None:
+    """And nothing is told of anything else: two in a frame, what a Checkpoint begins, a segment's
+    end, a tail within a frame, or frames in which one byte is another.
+    """
+    state = LogState()
+    writer, reader = attach(path, state), attach(path, state)
+    writer.recover()
+    starts = [state.words[TAIL]]
+    for n, body in enumerate((b"a", b"b" * 300, b"c" * 8, b"d" * 21)):
+        put(writer, body, time_us=1000 + n)
+        starts.append(state.words[TAIL])
+        sync(writer)
+    tail = starts.pop()
+    for start in starts:
+        told = reader.alone(start, tail)
+        assert told is not None
+        (found,) = reader.stretches(start, tail, on_damage=lambda *what: pytest.fail(str(what)))
+        assert isinstance(found, Stretch)
+        assert told == found.told()
+        assert reader.last_frame == writer.last_frame
+        for offset, time_us, (body,) in told:
+            assert reader.read_with_time(offset) == (body, time_us)
+    assert reader.alone(tail, tail) is None
+    for end in range(starts[1] + 1, starts[2]):
+        assert reader.alone(starts[1], end) is None
+    shift, _ = reader.place(0)
+    for at in range(starts[2], tail):
+        (byte,) = _files.read_at(writer.fd, 1, at + shift)
+        _files.write_at(writer.fd, [bytes((byte ^ 1,))], at + shift)
+        assert reader.alone(starts[2], tail) is None
+        _files.write_at(writer.fd, [bytes((byte,))], at + shift)
+    assert reader.alone(starts[2], tail) is not None
+    for group, flags in (([b"e", b"f"], 0), ([b"g"], CHECKPOINT_FRAME), ([b"h" * 5000], 0)):
+        start = state.words[TAIL]
+        writer.append([(body,) for body in group], SYNC, 1000, flags)
+        writer.write()
+        assert reader.alone(start, state.words[TAIL]) is None
+    while state.words[LAST] == 0:
+        start = state.words[TAIL]
+        put(writer, b"i" * 1000)
+    assert reader.alone(start, state.words[TAIL]) is None
+    for log in (writer, reader):
         _files.close(log.fd)
 
 

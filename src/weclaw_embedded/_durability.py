@@ -266,22 +266,24 @@ class Durability:
         to see.
         """
         words = self.page.words
-        until_s = time.monotonic() + _SHARED_S
-        is_awake = True
-        while is_awake:
-            waiter = waiter_for(SYNCED_BYTE)
-            try:
-                with self._lock:
-                    if self.closed:
-                        return
-                    self.waker.add(waiter)
-                # The poke may have come before; or it is one for what was given up earlier.
-                if words[COMMIT] >= until:
+        waker = self.waker
+        waiter = waiter_for(SYNCED_BYTE)
+        left_s = _SHARED_S
+        until_s = time.monotonic() + left_s
+        try:
+            with self._lock:
+                if self.closed:
                     return
-                is_awake = self.waker.wait(waiter, until_s - time.monotonic())
-            finally:
-                self.waker.discard(waiter)
-        self._share_from = words[TAIL] + _SHARE_PAUSE_BYTES
+                waker.add(waiter)
+            # The poke may have come before; or it is one for what was given up earlier.
+            while words[COMMIT] < until:
+                if not waker.wait(waiter, left_s):
+                    self._share_from = words[TAIL] + _SHARE_PAUSE_BYTES
+                    return
+                waiter.woken = False
+                left_s = until_s - time.monotonic()
+        finally:
+            waker.discard(waiter)
 
     def sync_file(self) -> None:
         """fdatasync, and nothing else. Raises StoreFailedError, and then every process stops."""

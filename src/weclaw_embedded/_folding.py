@@ -80,9 +80,7 @@ class Folding:
             if tx.stored == tail:
                 # Others may have applied it all, and this process never seen the last frame.
                 self.log.remember_last(tail, tx.last_frame, tx.last_crc)
-        elif (few := self.log.few(applied)) is not None:
-            tx.apply_stretch(few)
-        else:
+        elif not self._fold_few(tx, applied, tail):
             found = self.log.stretches(applied, tail, on_damage=self._damage_noter(tx))
             last = fold_in_parts(self.index, tx, self.log, found, applied)
             self.log.keep_at_hand(last.found)
@@ -94,25 +92,34 @@ class Folding:
         with self._lock:
             tx = self.index.memory
             applied, tail = tx.applied, self.page.words[TAIL]
+            own = applied if applied != self._written_from else max(applied, self._written_to)
             if (
-                applied == tail
+                own == tail
                 or tail < self._ahead_from
-                or (applied == self._written_from and tail == self._written_to)
                 or applied < self.log.head_offset
                 or self.closed
                 or not tx.ahead()
             ):
                 return
             try:
-                few = self.log.few(applied)
-                if few is not None:
-                    tx.apply_stretch(few)
-                    applied = few.end
-                tx.told_ahead(applied)
+                if own > applied:
+                    tx.apply(self._written)
+                tx.told_ahead(tail if self._fold_few(tx, own, tail) else own)
             except (BehindError, StorageError):
                 # What is known is read anew. Where rows are asked for, more will be; and who has
                 # the lock is told what can't be read.
                 self._ahead_from = tail + _AHEAD_PAUSE_BYTES
+
+    def _fold_few(self, tx: Tx, start: int, tail: int) -> bool:
+        """Fold all from `start` to the tail, if it is so little that it is read at one stroke."""
+        told = self.log.alone(start, tail)
+        if told is not None:
+            tx.apply(told)
+            return True
+        few = self.log.few(start, tail)
+        if few is not None:
+            tx.apply_stretch(few)
+        return few is not None
 
     def _join_leader(self, tx: Tx) -> None:
         """Bring memory to where another process has brought LMDB, by what the log has in between;

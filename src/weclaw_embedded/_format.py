@@ -67,6 +67,7 @@ __all__ = [
     "ROLE_AT",
     "SLOT_BYTES",
     "SYNC",
+    "UNUSUAL",
     "VERSION",
     "VOUCH",
     "WHOLE",
@@ -136,6 +137,8 @@ POLICY_SHIFT = 2  # two bits: what the frame was promised before its writer was 
 CHECKPOINT_FRAME = 16  # a Checkpoint record begins the frame
 VOUCH = 32  # all before this frame was on stable storage when it was written
 KNOWN_FLAGS = 63
+# Those that are as in WHOLE where a frame of one part is one that isn't begun by a Checkpoint.
+UNUSUAL = 0xFF & ~KNOWN_FLAGS | WHOLE | CHECKPOINT_FRAME
 
 # What a frame can be promised: the operating system has it, it is synced now and then, it is
 # synced, it is on the replica too.

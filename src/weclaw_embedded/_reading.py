@@ -26,6 +26,8 @@ from ._format import (
     PART_BYTES,
     REST,
     SLOT_BYTES,
+    UNUSUAL,
+    WHOLE,
     Stretch,
     envelopes,
 )
@@ -186,11 +188,51 @@ class Reading(Segments):
         """Make a window of the first `n` bytes of the data, which begin at an offset."""
         self._window = (begin + PART_BYTES, begin + n - ENVELOPE_BYTES, data, salt - PART_BYTES)
 
-    def few(self, start: int) -> Stretch | None:
-        """All frames from `start`, where one begins, to the tail, if they are few and whole in one
-        segment, as what others wrote since most often is; and what `keep_at_hand` does with them.
+    def alone(self, start: int, tail: int) -> list[tuple[int, int, tuple[bytes]]] | None:
+        """Of each record from `start`, where a frame begins, to the tail its offset, the time of
+        its frame, and its bytes as the only part; and what `keep_at_hand` does. None unless they
+        are few, each alone in its frame, and in one segment, as what others wrote since the last
+        turn most often is: of these `few` would make more than there is to be told.
         """
-        tail = self.state.words[TAIL]
+        size = tail - start
+        segment = start >> self.bits
+        if not 0 < size <= _SMALL_WINDOW or (tail - 1) >> self.bits != segment:
+            return None
+        try:
+            shift, salt = self.place(segment)
+        except (LookupError, MissingSegmentError):
+            return None
+        data = self.bytes_at(size, start + shift)
+        if len(data) != size:
+            return None
+        unpack = PART_AND_ENVELOPE.unpack_from
+        seed = salt + start
+        last = size - _ALONE_BYTES
+        records: list[tuple[int, int, tuple[bytes]]] = []
+        at = end = 0
+        while at < last:
+            crc, length, commit_flags, time_us, envelope = unpack(data, at)
+            end = at + PART_BYTES + length
+            if (
+                envelope != length + ONLY_ENVELOPE
+                or commit_flags & UNUSUAL != WHOLE
+                or commit_flags >> 8 > start + at
+                or not at + _ALONE_BYTES < end <= size
+                or crc32(data[at + 4 : end], seed + at) != crc
+            ):
+                return None
+            records.append((start + at + PART_BYTES, time_us, (data[at + _ALONE_BYTES : end],)))
+            begin, at = at, end
+        if end != size:
+            return None
+        self._last = tail, start + begin, crc
+        self._open_window(start, size, data, salt)
+        return records
+
+    def few(self, start: int, tail: int) -> Stretch | None:
+        """All frames from `start`, where one begins, to the tail, if they are few and whole in one
+        segment; and what `keep_at_hand` does with them.
+        """
         segment = start >> self.bits
         size = tail - start
         if size > _LARGE_WINDOW or start & (self.segment_bytes - 1) < SLOT_BYTES:

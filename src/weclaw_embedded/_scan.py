@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
 from ._format import (
-    CHECKPOINT_FRAME,
     ENVELOPE_BYTES,
     ENVELOPE_WITH_HEAD,
     FIRST,
@@ -33,6 +32,7 @@ from ._format import (
     PART_WITH_ENVELOPE,
     REST,
     SLOT_BYTES,
+    UNUSUAL,
     WHOLE,
     Stretch,
     envelopes,
@@ -62,8 +62,6 @@ _BEHIND = SLOT_BYTES  # of a slot, so many bytes stand behind the last frame
 _MASK = 0xFFFFFFFF
 # A part, its first envelope as one number, and the first bytes of the record.
 _ALONE = Struct("<IIQ8xQQ")
-# What must be as in a frame of one part that isn't begun by a Checkpoint.
-_UNUSUAL = 0xFF & ~KNOWN_FLAGS | WHOLE | CHECKPOINT_FRAME
 _SMALLEST = PART_BYTES + ENVELOPE_BYTES + 1  # a frame of one record of one byte
 _ZERO_HEADER = bytes(PART_BYTES)
 _UNREADABLE = "the disk can't read it"
@@ -355,7 +353,7 @@ def stretch_of(base: int, data: bytes, salt: int, at: int = 0, check: bool = Tru
         crc, length, commit_flags, envelope, head = unpack(data, at)
         place = at + PART_BYTES
         end = place + length
-        if end > size or commit_flags & _UNUSUAL != WHOLE:
+        if end > size or commit_flags & UNUSUAL != WHOLE:
             break
         if commit_flags > highest and commit_flags >> 8 > base + at:
             break

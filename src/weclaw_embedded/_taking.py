@@ -69,8 +69,12 @@ def take(
     now_us = session.now_us
     if group.paused_until_us <= now_us:
         now_ns = _clock.monotonic_ns()
+        # Where nothing is leased the dead have left nothing to be had: there it is asked rarely.
+        asks = words[OWNERS_HIGH] > 1 and (
+            group.fresh or group.n_lease_rows or now_ns >= engine.ask_again_ns
+        )
         for everyone in (False, True):
-            if words[OWNERS_HIGH] > 1 and (slots := engine.dead_owners(everyone)):
+            if asks and (slots := engine.dead_owners(everyone)):
                 engine.bury(session, slots)
             elif everyone:
                 break  # nobody has died, so there is nothing now either

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from . import _locks
+from . import _clock, _locks
 from ._opening import OWNER
 from ._session import ALL, Session
 from ._shared import (
@@ -38,6 +38,8 @@ from .wal import COMMIT, TAIL
 DEATH_CHECK_S: Final = 0.4
 # The same while no other process has the file open, whose death could matter.
 ALONE_CHECK_S: Final = 2.0
+# How long it is not asked who has died where that would give back no lease.
+_ASK_AGAIN_NS: Final = 100_000_000
 
 
 class Waiting:
@@ -50,6 +52,7 @@ class Waiting:
     closed: bool
     durable: Callable[[int], None]
     _check_place: Callable[[], None]
+    ask_again_ns = 0  # until then nobody need be asked for who holds no lease (monotonic)
     _next_probe: int
     _owners_seen: int
     others: list[tuple[int, bytes]]
@@ -83,6 +86,7 @@ class Waiting:
 
     def dead_owners(self, everyone: bool) -> list[int]:
         """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
+        self.ask_again_ns = _clock.monotonic_ns() + _ASK_AGAIN_NS
         others = self._other_owners()
         if not everyone and len(others) > 1:
             self._next_probe = probe = (self._next_probe + 1) % len(others)

@@ -42,6 +42,7 @@ SYNCED_BYTE: Final = b"y"
 _NUDGE_BYTE: Final = b"n"
 _NO_BYTE: Final = b"-"  # that nobody sends
 _LONG_S: Final = 3600.0
+_READ_BYTES: Final = 256
 
 
 class Waiter:
@@ -58,7 +59,9 @@ class Waiter:
     _lock: threading.Lock | None = None  # to sleep on; none before it is armed
 
     def arm(self) -> None:
-        """Get ready to sleep. One that was woken before won't."""
+        """Get ready to sleep, beside who reads the pipe. One that was woken before won't."""
+        if self._lock is not None:
+            return
         lock = threading.Lock()
         lock.acquire()
         self._lock = lock
@@ -136,11 +139,6 @@ class Waker:
                 self._open(waiter.kind)
             if waiter.callback is not None and self._thread is None:
                 self._start()
-            self._add(waiter)
-
-    def _add(self, waiter: Waiter) -> None:
-        if waiter not in self._waiters:
-            waiter.arm()
             self._waiters.add(waiter)
 
     def discard(self, waiter: Waiter) -> None:
@@ -195,7 +193,7 @@ class Waker:
         while not self._closed:
             waiter = waiter_for(_NO_BYTE)  # it only takes its turn to read
             with self._lock:
-                self._add(waiter)
+                self._waiters.add(waiter)
             self.wait(waiter, _LONG_S)
             self.discard(waiter)
 
@@ -203,18 +201,17 @@ class Waker:
         """Block until the waiter is woken or the time is over; Ctrl-C gets through. True when it
         was woken.
         """
-        until_s = time.monotonic() + timeout_s
-        me = threading.get_ident()
-        while not waiter.woken:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 or self._is_closed():
-                break
+        left_s = timeout_s
+        until_s = time.monotonic() + left_s
+        while left_s > 0 and not (waiter.woken or self._closed):
             reads = 0
             try:
                 with self._lock:
                     if not self._reader:
                         # In this order: Ctrl-C in between must not leave a reader that isn't.
-                        reads = self._reader = me
+                        reads = self._reader = threading.get_ident()
+                    else:
+                        waiter.arm()
                 if reads:
                     self._read(left_s)
                 else:
@@ -224,20 +221,21 @@ class Waker:
                     self._reader = 0
                     if self._is_closed():
                         self._close_fds()
+            if not waiter.woken:
+                left_s = until_s - time.monotonic()
         return waiter.woken
 
     def _is_closed(self) -> bool:
         return self._closed
 
-    def _read(self, timeout_s: float | None) -> None:
+    def _read(self, timeout_s: float) -> None:
         """Sleep until the pipe has something, and wake those it is for."""
         # Rounded up, so as not to wake just before the time and then spin.
-        if not self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)):
-            return
-        if self._closed:
-            return  # the descriptor may be somebody else's by now
+        if not self._poll.poll(math.ceil(timeout_s * 1000)) or self._is_closed():
+            return  # if closed, the descriptor may be somebody else's by now
         try:
-            got = os.read(self._fd, 65536)
+            # Most often one byte; if it is more than that, there will be no sleep before the rest.
+            got = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
             return
         with self._lock:
