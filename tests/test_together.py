@@ -124,8 +124,8 @@ def test_an_index_without_room_under_one_job_leaves_nothing_out(open_queue):
 
     def ack(session, msg):
         lease = msg._lease
-        record = _records.pack_ack(lease.tid, lease.gid, lease.offset)
-        return _settling.end(session, lease, record)
+        record = _records.ack_of(lease.tid, lease.gid, lease.offset)
+        return _settling.end(session, (lease, record, None))
 
     def fails(session):
         session.tx.abort()

@@ -83,6 +83,23 @@ class Lease:
     write lock.
     """
 
+    # One is made for each delivery. What every one of them is asked for has a place of its own, and
+    # is set as it is made; of most messages no more is to be said than stands in the class.
+    __slots__ = (
+        "__dict__",
+        "deadline_ns",
+        "engine",
+        "gid",
+        "holder",
+        "length_s",
+        "mask",
+        "offset",
+        "over",
+        "salt",
+        "tid",
+        "unblocks",
+        "visibility_s",
+    )
     engine: Engine
     holder: object
     tid: int
@@ -93,13 +110,12 @@ class Lease:
     deadline_ns: int
     visibility_s: float | None  # as it was taken
     length_s: float | None  # the same; once it was extended, as that was last
-    # Of most messages no more is to be said: one is made for each delivery.
-    over = False
+    over: bool
+    unblocks: bool  # when it ends, another may go: the next of its key, or the next suspect
     lost = False  # it is over, and nobody here has ended it
     handed_back = False  # that is why: its queue was closed
     retry = crash = 0
     delivery = 1
-    unblocks = False  # when it ends, another may go: the next of its key, or the next suspect
     location = 0  # where the message was carried to, if it was
     renewal: Any = None  # what extends it while a `with` lasts
     given_id: str | None = None  # of the message, by whoever put it

@@ -320,8 +320,8 @@ class Core:
         """Ack them all in this turn."""
         for lease in leases:
             try:
-                record = _records.pack_ack(lease.tid, lease.gid, lease.offset)
-                _settling.end(session, lease, record, self.queue._policy)
+                record = _records.ack_of(lease.tid, lease.gid, lease.offset)
+                _settling.end(session, (lease, record, self.queue._policy))
             except LeaseLostError:
                 pass  # its group was dropped, or the file was closed in between: not ours any more
 

@@ -246,10 +246,12 @@ class Message(Told):
         for `Queue.result`; `max_message_bytes` does not hold for it. Raises `SerializationError`
         for a result that msgpack can't keep, or over 1 GiB; then the message is still held.
         """
-        packed = b"" if result is None else pack_result(result)
         lease = self._lease or self._held()
-        record = _records.pack_ack(lease.tid, lease.gid, lease.offset, packed)
-        self._run(_settling.end_by, (lease, record, self._queue._policy))
+        if result is None:
+            record = _records.ack_of(lease.tid, lease.gid, lease.offset)
+            self._run(_settling.end, (lease, record, self._queue._policy))
+        else:
+            self._run(_settling.ack_with, (lease, pack_result(result), self._queue._policy))
 
     def nack(
         self, backoff: float | None = None, reason: str | None = None, *, count: bool = True
@@ -317,17 +319,14 @@ class Message(Told):
         """Run what settles this message, as `Engine.run` does."""
         lease = self._lease or self._held()
         engine = lease.engine
-        if engine.forked:
-            raise _settling.lost(lease)
         try:
             result = engine.run(operation, what)
         except ClosedError:
-            if lease.over:
+            if lease.over or engine.forked:
                 raise _settling.lost(lease) from None
             raise
-        queue = self._queue
-        if queue._policy == BATCH and not engine.flush_is_due:
-            engine.flush_later(queue._store._options, 0)
+        if not engine.flush_is_due and self._queue._policy == BATCH:
+            engine.flush_later(self._queue._store._options, 0)
         return result
 
     def _died(self) -> None:

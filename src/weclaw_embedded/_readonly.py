@@ -105,6 +105,8 @@ class _Session(Session):
             "without to change it"
         )
 
+    append_one = append  # type: ignore[assignment]  # it never returns
+
     def judge(self, records: Sequence[Record]) -> None:
         tail = self.page.words[TAIL]
         self.tx.apply([(tail, self.now_us, record) for record in records])

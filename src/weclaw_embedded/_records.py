@@ -21,6 +21,7 @@ the bytes it is given warrant, and does not know at which offset they stood.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -76,19 +77,22 @@ def pack_deliver(
     return (b"".join([head, *map(DELIVER_ITEM.pack, offsets, flags)]),)
 
 
+# An ACK without a result, of a topic, a group and an offset.
+ack_of: Final = functools.partial(ACK_HEAD.pack, ACK, 0, 0)
+
+
 def pack_ack(tid: int, gid: int, offset: int, result: bytes = b"") -> Record:
     """Return an ACK; `result` is packed already, empty for None."""
-    head = ACK_HEAD.pack(ACK, 0, 0, tid, gid, offset)
+    head = ack_of(tid, gid, offset)
     return (head, result) if result else (head,)
 
 
 def pack_acks(acks: Iterable[tuple[Any, bytes]]) -> list[Record]:
     """Return the ACKs of what has a tid, a gid and an offset, each with its result."""
-    pack = ACK_HEAD.pack
     return [
-        (pack(ACK, 0, 0, one.tid, one.gid, one.offset), result)
+        (ack_of(one.tid, one.gid, one.offset), result)
         if result
-        else (pack(ACK, 0, 0, one.tid, one.gid, one.offset),)
+        else (ack_of(one.tid, one.gid, one.offset),)
         for one, result in acks
     ]
 

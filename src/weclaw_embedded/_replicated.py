@@ -83,6 +83,9 @@ class ReplicatedSession(Session):
             self.settles = True
         return offsets
 
+    def append_one(self, record: bytes, policy: int = -1) -> None:
+        self.append([(record,)], policy)
+
     def finish(self) -> None:
         if self._appended:
             end = self.log.pending_tail
@@ -135,6 +138,8 @@ class FencedSession(Session):
     def append(self, *_: Any, **__: Any) -> list[int]:
         raise fenced_error(self.engine)
 
+    append_one = append  # type: ignore[assignment]  # it never returns
+
     def judge(self, records: Any) -> None:
         tail = self.page.words[TAIL]
         self.tx.apply([(tail, self.now_us, record) for record in records])
@@ -149,6 +154,14 @@ class CopySession(Session):
     __slots__ = ()
 
     def append(self, *what: Any, **how: Any) -> list[int]:
+        self._take_over()
+        return super().append(*what, **how)
+
+    def append_one(self, record: bytes, policy: int = OS) -> None:
+        self._take_over()
+        super().append_one(record, policy)
+
+    def _take_over(self) -> None:
         engine = self.engine
         logger.warning(
             "%s is a replica's copy and was not promoted; it is changed now, so its primary will "
@@ -157,7 +170,6 @@ class CopySession(Session):
         )
         write_role(engine.fd, engine.header, PRIMARY)
         self.page.words[REPLICATION] &= ~IS_COPY
-        return super().append(*what, **how)
 
 
 def session_of(engine: Engine, mode: int) -> Session:

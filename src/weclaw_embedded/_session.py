@@ -47,39 +47,59 @@ Appended = tuple[int, int, Record]  # offset, time, record
 class Session:
     """One turn under the write lock, made by `begin`. Operations get it as their first argument."""
 
+    # One is made for each turn. What every turn looks at has a place of its own, which `begin`
+    # sets: to find the default of what was not set in the class takes four times as long.
+    __slots__ = (
+        "__dict__",
+        "_appended",
+        "_tx",
+        "ended",
+        "engine",
+        "is_plain",
+        "is_special",
+        "log",
+        "must_sync",
+        "now_us",
+        "page",
+        "put_to",
+        "ready",
+        "settled",
+        "start",
+        "tail",
+        "woken",
+    )
     engine: Engine
     log: Log
     page: SharedPage
     now_us: int  # queue time
     start: int  # where the log ends
     tail: int  # the same; once the turn is finished, with what was appended
-    # The defaults stand in the class: a session is made for each turn.
+    ready: int  # topics whose getters may find something now
+    put_to: int  # topics whose getters may when the puts are visible
+    woken: Sequence[int]  # slots of those of them who may now
+    settled: int  # topics whose putters, joiners and result waiters may
+    must_sync: bool
+    is_plain: bool  # nothing but what each turn does is to be done after it
+    is_special: bool  # at its end it is looked for `must_index` and `imagined`, and for steps
+    ended: tuple[Any, ...]  # leases that this turn ends: only so if it is written
+    _tx: Tx | None
+    _appended: list[Appended] | None
+    # The rest is rarely another than here.
     may_write = True
     sync_from = SYNC  # what is promised this or more is waited for
     replicated = False  # and for the replica too
-    ready = 0  # topics whose getters may find something now
-    put_to = 0  # topics whose getters may when the puts are visible
-    put_n = 0  # how many getters of each group
-    woken: Sequence[int] = ()  # slots of those of them who may now
-    settled = 0  # topics whose putters, joiners and result waiters may
+    put_n = 0  # how many getters of each group are to be woken for what is put
     pokes: Sequence[tuple[bytes, Sequence[int]]] = ()  # kinds and slots of all who are woken
-    must_sync = False
     shares_sync = False  # another process is at one, and may do the next, too
     may_make_room = True  # where the disk is full
-    is_plain = True  # nothing but what each turn does is to be done after it
     is_long = False  # the disk is to begin with it at once; then not `is_plain`
     # Makes the rest of the operation's result, while the disk works; then not `is_plain`.
     answer: Callable[[], Any] | None = None
-    is_special = False  # at its end it is looked for the next two, and for steps
     must_index = False  # what the index learned must be in LMDB, not in memory alone
     imagined = False  # what is done to the index is dropped; see `imagine`
-    # Leases this turn begins, as it began them, and those it ends: only so if it is written.
-    begun: tuple[Sequence[Any], ...] = ()
-    ended: tuple[Any, ...] = ()
+    begun: tuple[Sequence[Any], ...] = ()  # leases this turn begins, as `ended`
     _steps: tuple[tuple[Callable[[], None], bool], ...] = ()  # see `when_written`
     _sync_from = 0
-    _tx: Tx | None
-    _appended: list[Appended] | None
 
     @property
     def tx(self) -> Tx:
@@ -130,6 +150,17 @@ class Session:
         if apply and self._tx is not None:
             self._tx.apply(fresh)  # at once: the next look must see it
         return offsets
+
+    def append_one(self, record: bytes, policy: int = OS) -> None:
+        """`append` one record that puts nothing, as what settles nearly always is."""
+        now_us = self.now_us
+        told = (self.log.append_one(record, policy, now_us), now_us, (record,))
+        if self._appended is None:
+            self._appended = [told]
+        else:
+            self._appended.append(told)
+        if self._tx is not None:
+            self._tx.apply((told,))  # at once: the next look must see it
 
     def check_writable(self) -> None:
         """Raise when nothing can be written here any more: what is waited for would never come."""
@@ -226,7 +257,7 @@ class Session:
     def finish(self) -> None:
         """Write what was appended and keep what the index learned."""
         appended = self._appended
-        if appended:
+        if appended is not None:
             put_to = self.put_to
             if put_to and self._sync_from:
                 # Before the write, so that no moment exists in which it could be delivered.
@@ -304,8 +335,11 @@ def begin(kind: type[S], engine: Engine) -> S:
     page = session.page = engine.page
     session.now_us = _clock.boottime_us() + engine.shift
     session.start = session.tail = page.words[TAIL]
-    session._tx = None
-    session._appended = None
+    session._tx = session._appended = None
+    session.put_to = session.ready = session.settled = 0
+    session.must_sync = session.is_special = False
+    session.woken = session.ended = ()
+    session.is_plain = True
     return session
 
 

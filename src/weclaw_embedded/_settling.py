@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from . import _clock, _records
 from ._delivery import (
@@ -21,6 +22,10 @@ from ._records import NACK, RELEASE, UNDO
 from ._session import SYNC, Session
 from ._shared import LEASES_SEQ
 from .errors import LeaseLostError
+
+
+# A lease, the record that ends it, and what that is promised; without a policy nothing.
+Ending: TypeAlias = tuple[Lease, bytes, int | None]
 
 
 def hold_all(session: Session, leases: Iterable[Lease]) -> None:
@@ -61,35 +66,36 @@ def lost(lease: Lease) -> LeaseLostError:
     )
 
 
-def end(session: Session, lease: Lease, record: _records.Record, policy: int | None = None) -> None:
-    """Append what ends a lease, an ACK for one, if this process holds it now; see `hold_all`.
-    Without a `policy` nothing is promised.
-    """
+def end(session: Session, what: Ending) -> None:
+    """Append what ends a lease, an ACK for one, if this process holds it now; see `hold_all`."""
+    lease, record, policy = what
     engine = session.engine
     if session.page.words[LEASES_SEQ] != engine.leases_seen:
         engine.forget_taken(session)
     if lease.over or _clock.monotonic_ns() >= lease.deadline_ns:
         raise lost(lease)
     if policy is None:
-        session.append([record])
+        session.append_one(record)
     else:
-        session.append([record], policy)
+        session.append_one(record, policy)
         if policy >= SYNC:
             session.must_sync = True
     session.ended += (lease,)  # before the rest, which is taken back if this turn is none
     lease.over = True
     engine.held.discard(lease)
-    mask = lease.mask
-    session.settled |= mask
+    session.settled |= lease.mask
     if lease.unblocks:
         engine.suspects.discard(lease)
-        session.ready |= mask  # the next of its key, or the next suspect, may go
+        session.ready |= lease.mask  # the next of its key, or the next suspect, may go
 
 
-def end_by(session: Session, what: tuple[Lease, _records.Record, int]) -> None:
-    """`end`, for `Engine.run`."""
-    lease, record, policy = what
-    end(session, lease, record, policy)
+def ack_with(session: Session, what: tuple[Lease, bytes, int]) -> None:
+    """Append an ACK with its result, which may be long, as `end` does one without."""
+    lease, result, policy = what
+    hold_all(session, (lease,))
+    session.append([_records.pack_ack(lease.tid, lease.gid, lease.offset, result)], policy)
+    session.must_sync |= policy >= SYNC
+    let_go_all(session, (lease,))
 
 
 def let_go_all(session: Session, leases: Sequence[Lease]) -> None:
@@ -133,7 +139,7 @@ def nack(
             crash=lease.crash,
             failure=failure,
         )
-    end(session, lease, record, policy)
+    end(session, (lease, record[0], policy))
     session.ready |= lease.mask
     return dies
 
@@ -141,7 +147,7 @@ def nack(
 def fail(session: Session, lease: Lease, reason: str, consumer: str, policy: int) -> None:
     """Straight to the dead letters."""
     failure = (session.now_us, reason, consumer)
-    end(session, lease, _dead_of(session, lease, reason, failure), policy)
+    end(session, (lease, _dead_of(session, lease, reason, failure)[0], policy))
 
 
 def _dead_of(
@@ -168,7 +174,7 @@ def release(session: Session, lease: Lease, undo: bool = False) -> None:
         retry=lease.retry,
         crash=lease.crash,
     )
-    end(session, lease, record)
+    end(session, (lease, record[0], None))
     session.ready |= lease.mask
 
 
@@ -190,7 +196,7 @@ def put_off(session: Session, offset: int, wait_s: float) -> None:
             crash=lease.crash,
         )
         with contextlib.suppress(LeaseLostError):  # it has run out: then others judge it
-            end(session, lease, record)
+            end(session, (lease, record[0], None))
         session.ready |= lease.mask
 
 

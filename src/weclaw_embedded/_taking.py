@@ -203,6 +203,7 @@ def _lease(
         lease.salt = salt
         lease.deadline_ns = deadline_ns
         lease.visibility_s = lease.length_s = visibility_s
+        lease.over = lease.unblocks = False
         leases.append(lease)
     if rows:
         for lease in leases:

@@ -225,29 +225,31 @@ class Log(Slots, Reading):
         allows the last free slot to be used, which is kept so that work can be finished on a
         full disk.  Raises DiskFullError; then nothing of this frame is pending.
         """
+        if len(records) == 1 and not flags:
+            record = records[0]
+            if record and len(record[-1]) <= SMALL_BYTES and (body := b"".join(record)):
+                return [self.append_one(body, policy, time_us, spare)]
+        self._get_ready(len(records), spare)
+        return self._append_any(records, policy, time_us, flags, spare)
+
+    def append_one(self, record: bytes, policy: int, time_us: int, spare: bool = True) -> int:
+        """`append` one record in one piece, as nearly all frames are; return its offset."""
         words = self.state.words
         if words[TAIL] != self._tail or not (spare or words[SPARES]):
-            self._get_ready(len(records), spare)
-        body: _files.Bytes = b""
-        if len(records) == 1 and not flags:  # as nearly always
-            record = records[0]
-            if len(record) == 1:
-                body = record[0]
-            elif record and len(record[-1]) <= SMALL_BYTES:
-                body = b"".join(record)
-        n = len(body)
+            self._get_ready(1, spare)
+        n = len(record)
         offset = self._end
         end = offset + _ALONE_BYTES + n
-        if not n or end > self._limit:
-            return self._append_any(records, policy, time_us, flags, spare)
+        if end > self._limit:
+            return self._append_any([(record,)], policy, time_us, 0, spare)[0]
         commit_flags = words[COMMIT] << 8 | policy << POLICY_SHIFT | WHOLE
-        part = PART_TAIL.pack(n + ENVELOPE_BYTES, commit_flags, time_us, n, PART_BYTES) + body
+        part = PART_TAIL.pack(n + ENVELOPE_BYTES, commit_flags, time_us, n, PART_BYTES) + record
         # (crc32 takes the value it begins with modulo 2**32, as the format does.)
         crc = crc32(part, self._salt + offset)
         self._buffers.append(crc.to_bytes(4, "little") + part)
         self._end = end
         self._pending_last = end, offset, crc
-        return [offset + PART_BYTES]
+        return offset + PART_BYTES
 
     def _get_ready(self, n_records: int, spare: bool) -> None:
         """See to what any frame needs: the place where the tail is now, and a free slot behind."""
