@@ -23,7 +23,6 @@ from ._session import SYNC, Session
 from ._shared import LEASES_SEQ
 from .errors import LeaseLostError
 
-
 # A lease, the record that ends it, and what that is promised; without a policy nothing.
 Ending: TypeAlias = tuple[Lease, bytes, int | None]
 
