@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import weclaw_embedded as weclaw
 from weclaw_embedded import _options
 from weclaw_embedded._options import (
     UNSET,
@@ -257,6 +258,15 @@ def test_a_bad_argument_of_a_store_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=name):
         store_options({name: value})
+
+
+@pytest.mark.parametrize("kind", ["Queue", "AsyncQueue"])
+def test_a_name_that_is_no_option_is_refused_for_who_was_given_it(
+    tmp_path: Path, kind: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"^{kind}\(\) got an unexpected .* 'maxsiz'"):
+        getattr(weclaw, kind)(tmp_path / "q.wq", maxsiz=1)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("name", "value", "error"), BAD_QUEUE)

@@ -30,7 +30,7 @@ from ._engine import Engine
 from ._handle import check_text, deadline_of
 from ._io import Io, io_of
 from ._io_calls import Op, PutCall, PutManyCall, TakeCall, closed_error, pending_until
-from ._options import UNSET, Unset, check_count
+from ._options import UNSET, Unset, check_count, check_names
 from ._pool import in_pool
 from ._queries import Outcome, Stats
 from ._session import Session
@@ -103,6 +103,7 @@ class AsyncQueue:
         start: str | int | Unset = UNSET,
         **options: Any,
     ) -> None:
+        check_names(type(self).__name__, options)
         self._bind(
             Queue(
                 path,
