@@ -168,7 +168,7 @@ class Fold(Keep):
         if priority >= PRIORITIES:
             self._reject(offset, f"a PUT with priority {priority}")
             return
-        meta: dict[int, Any] = {}
+        meta: dict[int, Any] | None = None
         if meta_size:
             try:
                 meta = unpack_meta(split_put(record)[0])
@@ -213,6 +213,20 @@ class Fold(Keep):
             count, gid, owner, deadline_ns, message, flag = _unpack_deliver_one(record)
             known = self._groups.get(gid)
             if count == 1 and known is not None and gid >= GROUP_BIT:
+                if flag == known.lane and not known.skipped:
+                    # Most often: one message, and the next one of the queue that is at hand.
+                    priority = flag >> 4
+                    index = known.cursor[priority]
+                    place = index - known.part_start
+                    part = known.part
+                    if place < len(part.deltas) and part.base + part.deltas[place] == message:
+                        known.cursor[priority] = index + 1
+                        known.fresh[message] = (priority, owner, deadline_ns)
+                        known.picks += 1
+                        if deadline_ns < known.next_deadline_ns:
+                            known.next_deadline_ns = deadline_ns
+                        self._changed_groups[gid] = known
+                        return
                 self._lease_all(known, [message], [flag], owner, deadline_ns)
                 return
         elif len(record) < _DELIVER_SIZE:
@@ -265,18 +279,6 @@ class Fold(Keep):
         group.picks += n
         if deadline_ns < group.next_deadline_ns:
             group.next_deadline_ns = deadline_ns
-        lane = group.lane
-        if n == 1 and flags[0] == lane and not group.skipped:
-            # Most often: one message, and the next one of the queue that is at hand.
-            priority = lane >> 4
-            index = group.cursor[priority]
-            place = index - group.part_start
-            part = group.part
-            message = messages[0]
-            if place < len(part.deltas) and part.base + part.deltas[place] == message:
-                group.cursor[priority] = index + 1
-                group.fresh[message] = (priority, owner, deadline_ns)
-                return
         topic = self._topics.get(group.tid) or self._topic(group.tid)
         at = 0
         while at < n:

@@ -73,7 +73,8 @@ class Waiter:
             self.callback()
             return
         self.woken = True
-        self.stir()
+        if self._lock is not None:
+            self.stir()
 
     def stir(self) -> None:
         """End its sleep, without a reason to look again."""
