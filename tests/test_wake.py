@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -461,6 +462,62 @@ def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
             while (said := waiter.hear()) == 3600.0:
                 pass
             assert said < 0.5
+
+
+def open_and_hold(pipe, path):
+    """Take as many messages as is said, and keep them."""
+    q = weclaw.Queue(path)
+    held = [q.get() for _ in range(pipe.recv())]
+    pipe.send([msg.body for msg in held])
+    pipe.recv()
+
+
+def test_the_next_get_has_what_a_dead_process_held_whatever_else_is_ready(
+    path: Path, open_queue
+) -> None:
+    """However short the time since it was last asked who has died."""
+    q = open_queue()
+    for n in range(5):
+        q.put(n)
+        q.put(n + 0.5)
+        with Child(open_and_hold, path) as child:
+            child.say(1)
+            assert child.hear() == [n]
+            q.get(visibility_timeout=None).release()
+            child.kill()
+            got = []
+            for _ in range(2):
+                with q.get() as msg:
+                    got.append((msg.body, msg.crash_count))
+            assert got == [(n, 1), (n + 0.5, 0)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_who_died_and_held_nothing_is_forgotten_too(path: Path, open_queue, waits: bool) -> None:
+    """By who looks again after a while, and by who waits: what he had to read is in the way of the
+    space.
+    """
+    q = open_queue()
+    engine = q._engine
+    getter = threading.Thread(target=q.get, kwargs={"timeout": 60}, daemon=True)
+    with Child(open_and_hold, path) as child:
+        child.say(0)
+        assert child.hear() == []
+        assert len(engine.page.owners()) == 2
+        if waits:
+            getter.start()
+            eventually(lambda: marked(q) == 1)
+        child.kill()
+    until_s = time.monotonic() + 30
+    while len(engine.page.owners()) == 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+        if not waits:
+            with contextlib.suppress(weclaw.Empty):
+                q.get_nowait()
+    if waits:
+        q.put("x")
+        getter.join()
 
 
 def test_who_is_woken_before_sleeping_does_not_sleep() -> None:

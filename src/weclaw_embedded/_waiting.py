@@ -86,12 +86,13 @@ class Waiting:
 
     def dead_owners(self, everyone: bool) -> list[int]:
         """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
-        self.ask_again_ns = _clock.monotonic_ns() + _ASK_AGAIN_NS
         others = self._other_owners()
         if not everyone and len(others) > 1:
             self._next_probe = probe = (self._next_probe + 1) % len(others)
             others = others[probe : probe + 1]
         dead = _locks.unlocked(self.fd, others)
+        # Who is found dead is asked for again by the turn that buries him.
+        self.ask_again_ns = 0 if dead else _clock.monotonic_ns() + _ASK_AGAIN_NS
         return [start - OWNER for start in dead] if dead else dead
 
     def _other_owners(self) -> list[tuple[int, bytes]]:
