@@ -19,7 +19,7 @@ from ._io import Written, io_of
 from ._io_calls import Op
 from ._message import Message
 from ._pool import in_pool
-from ._session import BATCH, Job
+from ._session import BATCH, SYNC, Job
 from ._transaction import Transaction, maxsizes_of, remember_dead
 from .dlq import DeadLetter, DeadLetterQueue
 from .errors import ClosedError
@@ -27,6 +27,7 @@ from .errors import ClosedError
 if TYPE_CHECKING:
     import os
 
+    from ._delivery import Lease
     from ._session import Session
     from ._wake import Waiter
     from .queue import Queue
@@ -81,6 +82,15 @@ class AsyncMessage(Message):
         assert lease is not None, "it was settled"
         return Written(lease.engine, self._until)
 
+    def _end(self, lease: Lease, record: bytes) -> None:
+        engine = lease.engine
+        policy = self._queue._policy
+        tail = engine.end(lease, record, policy, waits=False)
+        if tail < 0:
+            self._run(_settling.end, (lease, record, policy))
+        else:
+            self._until = _begin_sync(engine, self._queue, tail, policy >= SYNC)
+
     def _run(self, operation: Callable[[Session, What], T], what: What) -> T:
         done: T
         lease = self._held()
@@ -125,13 +135,17 @@ def write_now(
     tail = engine.execute_many([job])
     if job.error is not None:
         raise job.error
-    result: T = job.result
-    if job.must_sync:
+    return job.result, _begin_sync(engine, queue, tail, job.must_sync)
+
+
+def _begin_sync(engine: Engine, queue: Queue, tail: int, must_sync: bool) -> int:
+    """Begin the sync that a write which ends at `tail` wants: the offset `write_now` returns."""
+    if must_sync:
         io_of(engine).sync_soon(tail)
-        return result, tail
+        return tail
     if queue._policy == BATCH and engine.flush_later(queue._store._options, 1):
         io_of(engine).sync_soon(tail)
-    return result, 0
+    return 0
 
 
 class AsyncTransaction(Transaction):

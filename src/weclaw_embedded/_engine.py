@@ -7,6 +7,8 @@ wait for it. The one commit sentence, and the function that says each part of it
     (`Durability._sync_once`) -> answer (`Engine.run` returns); applying to the index is done
     in the same session when the index is open, else by whoever opens it next (`Session.tx`).
 
+A turn that does nothing but end a lease is the same without a session: `Holding.end`.
+
 Invariants:
 
 * Lock order: the thread lock, then the write lock of the file, then LMDB's own (inside `Index`).
@@ -178,7 +180,7 @@ class Engine(
         self._flush_to = 0
         # What this process wrote last, from one offset to another, and is not in the index yet.
         self._written: list[Appended] = []
-        self._written_from = self._written_to = -1
+        self._written_from = self._written_to = self._written_until = -1
         self.folded_to = self._tail_seen = 0
         self._next_probe = self._ahead_from = 0
         self._owners_seen = -1
@@ -297,7 +299,7 @@ class Engine(
             return self.turn(operation, what)
         if session.tail >= self._look_at or not session.is_plain:
             result = self._after(session, result)
-        if session.settled and not self._upkeep_due:
+        if not self._upkeep_due and session.settled:
             self._upkeep_soon()
         if session.must_sync:
             if session.shares_sync:

@@ -51,6 +51,7 @@ class Folding:
     _written: list[Appended]
     _written_from: int
     _written_to: int
+    _written_until: int  # beyond this it is too much to be kept
     # Up to here the index is known to be level; others may have brought it further.
     folded_to: int
     turn: Callable[..., Any]
@@ -189,7 +190,8 @@ class Folding:
         else:
             self._written = appended
             self._written_from = start
-        if tail - self._written_from <= _MOST_REMEMBERED_BYTES:
+            self._written_until = start + _MOST_REMEMBERED_BYTES
+        if tail <= self._written_until:
             self._written_to = tail
         else:
             self._written = []

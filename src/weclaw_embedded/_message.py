@@ -7,9 +7,10 @@ became of the file's space is nothing to it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
@@ -24,7 +25,10 @@ from ._records import (
     META_SKEW_US,
     NEVER,
     NO_META,
+    PLAIN_BYTES,
+    PLAIN_PUTS,
     PUT_BYTES,
+    NoRecordError,
 )
 from ._session import BATCH, Session, spread
 from .errors import ClosedError, DiskFullError, LeaseLostError, SerializationError
@@ -248,8 +252,7 @@ class Message(Told):
         """
         lease = self._lease or self._held()
         if result is None:
-            record = _records.ack_of(lease.tid, lease.gid, lease.offset)
-            self._run(_settling.end, (lease, record, self._queue._policy))
+            self._end(lease, _records.ack_of(lease.tid, lease.gid, lease.offset))
         else:
             self._run(_settling.ack_with, (lease, pack_result(result), self._queue._policy))
 
@@ -314,6 +317,16 @@ class Message(Told):
 
     def _settle(self, operation: Callable[..., T], *args: Any) -> T:
         return self._run(spread, (operation, (self._held(), *args)))
+
+    def _end(self, lease: Lease, record: bytes) -> None:
+        """End the lease with this record, as durable as the handle promises."""
+        engine = lease.engine
+        queue = self._queue
+        policy = queue._policy
+        if engine.end(lease, record, policy) < 0:
+            self._run(_settling.end, (lease, record, policy))
+        elif policy == BATCH and not engine.flush_is_due:
+            engine.flush_later(queue._store._options, 0)
 
     def _run(self, operation: Callable[[Session, What], T], what: What) -> T:
         """Run what settles this message, as `Engine.run` does."""
@@ -380,21 +393,42 @@ class Message(Told):
             return
 
 
-def message_of(
-    kind: type[M], queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
-) -> M:
-    """What was leased, as a message of this kind. Raises ValueError when these bytes are no Put."""
-    # One is made for each delivery: by `__init__` that would cost twice as much until Python 3.13.
-    message = _new(kind)
-    meta = message._meta = _records.meta_of_put(record)
-    if meta is not NO_META:
-        lease.given_id = meta.get(META_ID)
-    message._record = record
-    message._time_us = time_us
-    message._body = _Unread
-    message._queue = queue
-    message._at = message._lease = lease
-    return message
+def messages_of(
+    kind: type[M],
+    queue: Queue,
+    leases: Sequence[Lease],
+    found: Sequence[tuple[bytes | memoryview, int] | None],
+) -> list[M]:
+    """What was leased, as messages of this kind, made of what was `found` at their places (record
+    and time; None where nothing could be read); without what is gone or damaged.
+    """
+    messages: list[M] = []
+    for lease, one in zip(leases, found, strict=True):
+        meta: dict[int, Any] | None = None
+        if one is not None:
+            record, time_us = one
+            if record[:PLAIN_BYTES] in PLAIN_PUTS and len(record) >= PUT_BYTES:
+                meta = NO_META  # as `meta_of_put` finds, whose call costs as much as the rest
+            else:
+                with contextlib.suppress(NoRecordError):
+                    meta = _records.meta_of_put(record)
+        if meta is not NO_META:
+            if meta is None:  # carried up, now or before; or damaged
+                content = queue._read(lease.offset, lease.location or lease.offset, lease.salt)
+                if content is None:
+                    continue
+                record, time_us, meta = content._record, content._time_us, content._meta
+            lease.given_id = meta.get(META_ID)
+        # One is made for each delivery: by `__init__` it would cost twice as much until 3.13.
+        message = _new(kind)
+        message._meta = meta
+        message._record = record
+        message._time_us = time_us
+        message._body = _Unread
+        message._queue = queue
+        message._at = message._lease = lease
+        messages.append(message)
+    return messages
 
 
 class Seen(Message):

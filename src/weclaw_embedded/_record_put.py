@@ -19,11 +19,11 @@ from ._record_types import *  # noqa: F403  one vocabulary, in three rooms
 # ruff: noqa: F405  the names of that star
 
 _LONG_META: Final = 0xFFFF
-_PLAIN_BYTES: Final = 4  # of a PUT without meta, up to its topic
+PLAIN_BYTES: Final = 4  # of a PUT without meta, up to its topic
 PUT_BYTES: Final = PUT_HEAD.size  # before its body
 # How those begin, all that there are: most PUTs are known by that, without taking them apart.
-_PLAIN_PUTS: Final = frozenset(
-    PUT_HEAD.pack(PUT, priority << 4 | codec, 0, 0)[:_PLAIN_BYTES]
+PLAIN_PUTS: Final = frozenset(
+    PUT_HEAD.pack(PUT, priority << 4 | codec, 0, 0)[:PLAIN_BYTES]
     for priority in range(PRIORITIES)
     for codec in range(CODEC_OTHER + 1)
 )
@@ -136,7 +136,7 @@ def meta_of_put(record: Readable) -> dict[int, Any]:
     """Return the meta of a PUT, not to be changed. Raises ValueError as `unpack_put` does: what
     this takes can be given to `split_put`, `kind_of_put` and `body_of_put`.
     """
-    if record[:_PLAIN_BYTES] in _PLAIN_PUTS and len(record) >= PUT_BYTES:
+    if record[:PLAIN_BYTES] in PLAIN_PUTS and len(record) >= PUT_BYTES:
         return NO_META
     return unpack_put(record).meta
 
@@ -148,7 +148,7 @@ def kind_of_put(record: Readable) -> tuple[int, int]:
 
 def body_of_put(record: Readable) -> tuple[int, Readable]:
     """Return the codec and the body of a PUT."""
-    if record[:_PLAIN_BYTES] in _PLAIN_PUTS:
+    if record[:PLAIN_BYTES] in PLAIN_PUTS:
         return record[1] & 15, record[PUT_BYTES:]
     return record[1] & 15, split_put(record)[1]
 

@@ -258,8 +258,7 @@ class Session:
         """Write what was appended and keep what the index learned."""
         appended = self._appended
         if appended is not None:
-            put_to = self.put_to
-            if put_to and self._sync_from:
+            if self.put_to and self._sync_from:
                 # Before the write, so that no moment exists in which it could be delivered.
                 self.engine.puts_to = end = self.log.pending_tail
                 self.page.promise_sync(self._sync_from, end)
@@ -272,8 +271,8 @@ class Session:
                 raise
             except OSError as error:
                 raise self.engine.fail(f"writing failed: {error}") from error
-            if put_to:
-                self.woken = [*self.woken, *self.page.note_puts(put_to, self.put_n)]
+            if self.put_to:
+                self.woken = [*self.woken, *self.page.note_puts(self.put_to, self.put_n)]
             elif self.must_sync and self.page.words[SYNC_HIGH] > self.page.words[COMMIT]:
                 self.shares_sync = self.engine.share_sync(self.tail)
         tx = self._tx
@@ -284,7 +283,7 @@ class Session:
                 self._commit(tx)
             # Not before: when Ctrl-C comes here, `abort` is to end it.
             self._tx = None
-        elif appended:
+        elif appended is not None:
             self.engine.remember_written(self.start, self.tail, appended)
 
     def _finish_special(self, appended: list[Appended] | None) -> None:
@@ -297,7 +296,7 @@ class Session:
                 is_indexed = self._commit(tx)
             # Not before: when Ctrl-C comes here, `abort` is to end it.
             self._tx = None
-        elif appended:
+        elif appended is not None:
             self.engine.remember_written(self.start, self.tail, appended)
         for step, indexed in self._steps:
             # The index must never be behind the log's head, and never forget what is above it.
@@ -306,6 +305,7 @@ class Session:
 
     def abort(self, error: BaseException | None = None) -> None:
         self.log.discard()
+        self.engine._written_to = -1  # Ctrl-C may have come between it and what was written
         words = self.page.words
         if words[TAIL] == self.start and not words[WRITING]:
             for lease in self.ended:

@@ -21,7 +21,7 @@ from ._asking import Asking
 from ._delivery import Address, Encoded, Lease, Terms, new_waiter
 from ._engine import Engine
 from ._handle import Holder, check_text, deadline_of, us_until
-from ._message import Message, message_of
+from ._message import Message, messages_of
 from ._options import (
     UNSET,
     QueueOptions,
@@ -32,7 +32,7 @@ from ._options import (
     queue_options,
 )
 from ._putting import NoBytes, NoRoom
-from ._records import MAX_DELIVER, NoRecordError, group_id
+from ._records import MAX_DELIVER, group_id
 from ._session import BATCH, POLICIES
 from ._shared import SETTLED
 from ._transaction import Transaction
@@ -505,36 +505,16 @@ class Queue(Asking):
 
     def _messages_of(self, engine: Engine, leases: list[Lease], kind: type[M]) -> list[M]:
         """What was taken, as messages of this kind; without what is gone or damaged."""
+        found: list[tuple[bytes, int] | None]
         if len(leases) == 1:
-            message = self._message_of(engine, leases[0], kind)
-            return [] if message is None else [message]
-        messages: list[M] = []
-        locations = [lease.location or lease.offset for lease in leases]
-        for lease, found in zip(leases, engine.log.read_each(locations), strict=True):
-            if found is not None:
-                record, time_us = found
-                try:
-                    messages.append(message_of(kind, self, lease, record, time_us))
-                    continue
-                except NoRecordError:
-                    pass  # a message that was carried up
-            message = self._message_of(engine, lease, kind)
-            if message is not None:
-                messages.append(message)
-        return messages
-
-    def _message_of(self, engine: Engine, lease: Lease, kind: type[M]) -> M | None:
-        """One that was taken; None when it is gone or damaged."""
-        location = lease.location or lease.offset
-        try:
-            record, time_us = engine.log.read_with_time(location)
-            return message_of(kind, self, lease, record, time_us)
-        except (LookupError, CorruptError, NoRecordError):
-            # Carried up, now or before; or damaged.
-            content = self._read(lease.offset, location, lease.salt)
-        if content is None:
-            return None
-        return message_of(kind, self, lease, content._record, content._time_us)
+            lease = leases[0]
+            try:
+                found = [engine.log.read_with_time(lease.location or lease.offset)]
+            except (LookupError, CorruptError):
+                found = [None]
+        else:
+            found = engine.log.read_each([lease.location or lease.offset for lease in leases])
+        return messages_of(kind, self, leases, found)
 
     def __iter__(self) -> Iterator[Message]:
         """The next message, and the next, waiting for each, until the queue is closed."""

@@ -128,19 +128,23 @@ class Log(Slots, Reading):
         self, fd: int, header: FileHeader, state: LogState, *, readonly: bool = False
     ) -> None:
         super().__init__(fd, header, state, readonly=readonly)
-        # What is pending: finished runs of bytes with their file positions, the run under way,
-        # and the segments begun for them: (number, slot, slot header).
+        # What is pending: nearly always one frame of one small record, else finished runs of bytes
+        # with their file positions, the run under way, which that frame is the last of, and the
+        # segments begun for them: (number, slot, slot header).
+        self._frame = b""
         self._runs: list[tuple[int, list[_files.Bytes]]] = []
         self._buffers: list[_files.Bytes] = []
         self._run_at = 0
         self._begun: list[tuple[int, int, SlotHeader]] = []
         self._checkpoint = 0
-        # Where the next frame goes; right only while TAIL is `_tail`.
+        # Where the next frame goes; right only while TAIL is `_tail`. And the one frame of a small
+        # record that ends there, if this process wrote it.
         self._tail = -1
+        self._wrote = b""
         self._end = 0
         self._limit = 0
         self._salt = 0
-        # As `_last`, of what is pending.
+        # As `_last`, of what is pending in runs.
         self._pending_last = (0, 0, 0)
 
     @staticmethod
@@ -235,33 +239,43 @@ class Log(Slots, Reading):
     def append_one(self, record: bytes, policy: int, time_us: int, spare: bool = True) -> int:
         """`append` one record in one piece, as nearly all frames are; return its offset."""
         words = self.state.words
-        if words[TAIL] != self._tail or not (spare or words[SPARES]):
+        offset = words[TAIL]
+        if offset != self._end or not (spare or words[SPARES]):
             self._get_ready(1, spare)
+            offset = self._end
         n = len(record)
-        offset = self._end
         end = offset + _ALONE_BYTES + n
         if end > self._limit:
             return self._append_any([(record,)], policy, time_us, 0, spare)[0]
         commit_flags = words[COMMIT] << 8 | policy << POLICY_SHIFT | WHOLE
         part = PART_TAIL.pack(n + ENVELOPE_BYTES, commit_flags, time_us, n, PART_BYTES) + record
         # (crc32 takes the value it begins with modulo 2**32, as the format does.)
-        crc = crc32(part, self._salt + offset)
-        self._buffers.append(crc.to_bytes(4, "little") + part)
+        self._frame = crc32(part, self._salt + offset).to_bytes(4, "little") + part
         self._end = end
-        self._pending_last = end, offset, crc
         return offset + PART_BYTES
 
     def _get_ready(self, n_records: int, spare: bool) -> None:
-        """See to what any frame needs: the place where the tail is now, and a free slot behind."""
+        """See to what any frame needs: the place where the tail is now, behind what is pending, and
+        a free slot behind it.
+        """
         words = self.state.words
         if words[TAIL] != self._tail:
             self._resume()
+        elif self._frame:
+            self._queue_frame()
         if not (spare or words[SPARES]):
             self.prepare_spare(n_records)
 
+    def _queue_frame(self) -> None:
+        """The one frame is pending among others."""
+        frame, self._frame = self._frame, b""
+        self._buffers.append(frame)
+        self._pending_last = self._end, self._end - len(frame), int.from_bytes(frame[:4], "little")
+
     def _resume(self) -> None:
         """Take up where the tail is now: others may have moved it."""
-        assert not self._buffers, "the tail moved under a pending frame"
+        assert not self._frame, "the tail moved under a pending frame"
+        assert not self._buffers, "the tail moved under pending frames"
         tail = self.state.words[TAIL]
         segment = tail >> self.bits
         shift, self._salt = self.place(segment)
@@ -269,6 +283,7 @@ class Log(Slots, Reading):
         self._end = tail
         self._run_at = tail + shift
         self._tail = tail
+        self._wrote = b""
 
     def _append_any(
         self, records: Sequence[Record], policy: int, time_us: int, flags: int, spare: bool
@@ -330,8 +345,9 @@ class Log(Slots, Reading):
         """Go on in the next segment, be the last free slot the one for it; to be written by
         `write`. Raises DiskFullError.
         """
-        if self._tail != self.state.words[TAIL]:
-            self._resume()
+        self._get_ready(0, spare=True)
+        if not self._buffers:
+            self._pending_last = self._tail, *self.last_frame
         self._begin_segment(time_us, spare=True)
 
     def _begin_segment(self, time_us: int, spare: bool) -> None:
@@ -369,7 +385,29 @@ class Log(Slots, Reading):
 
         Raises DiskFullError or OSError; then nothing of it is in the log.
         """
+        frame = self._frame
+        if self._buffers or not frame:
+            return self._write_runs()
         words = self.state.words
+        words[WRITING] = _DOING
+        try:
+            written = _files.write_at(self.fd, (frame,), self._run_at)
+        except BaseException as error:
+            self._undo(error)
+            raise
+        self._wrote = frame
+        self._frame = b""
+        self._run_at += written
+        words[LAST_FRAME] = self._tail
+        words[TAIL] = self._tail = tail = self._end
+        words[WRITING] = 0
+        return tail
+
+    def _write_runs(self) -> int:
+        """`write` what isn't one small frame."""
+        words = self.state.words
+        if self._frame:
+            self._queue_frame()
         buffers = self._buffers
         if not buffers:
             return self._tail if self._tail >= 0 else words[TAIL]
@@ -390,6 +428,7 @@ class Log(Slots, Reading):
             words[CHECKPOINT] = self._checkpoint
             self._checkpoint = 0
         self._buffers = []
+        self._wrote = b""
         self._run_at += written
         tail, last_frame, _ = self._last = self._pending_last
         words[TAIL] = self._tail = tail
@@ -423,12 +462,20 @@ class Log(Slots, Reading):
 
     def discard(self) -> None:
         """Drop what is pending and wasn't written."""
+        self._frame = self._wrote = b""
         self._runs = []
         self._buffers = []
         self._begun = []
         self.taken.clear()
         self._checkpoint = 0
-        self._tail = -1
+        self._tail = self._end = -1
+
+    def _find_last(self, tail: int) -> tuple[int, int]:
+        """Of its own there is no need to search."""
+        frame = self._wrote
+        if frame and tail == self._tail:
+            return tail - len(frame), int.from_bytes(frame[:4], "little")
+        return super()._find_last(tail)
 
     def sync(self) -> None:
         """Return when everything written before the call is on stable storage; needs no lock.

@@ -31,7 +31,7 @@ from typing import Any, Final
 from ._async import AsyncMessage
 from ._async_queue import AsyncQueue
 from ._io import Written, io_of
-from ._message import Message, Renewal, clip, describe, message_of
+from ._message import Message, Renewal, clip, describe, messages_of
 from ._options import check_count, check_seconds
 from .errors import ClosedError, DiskFullError, LeaseLostError, StorageError
 from .queue import Queue
@@ -371,7 +371,8 @@ class _Run:
             )
         else:
             msg = self._msg
-            plain = message_of(Message, msg._queue, msg._held(), msg._record, msg._time_us)
+            read = [(msg._record, msg._time_us)]
+            plain = messages_of(Message, msg._queue, [msg._held()], read)[0]
             working = worker._threads.start(worker._handler, plain)
         result = await self._in_time(working)
         if inspect.isawaitable(result):

@@ -1180,7 +1180,7 @@ def test_an_error_of_ours_is_not_taken_for_damage(path, monkeypatch):
         raise ValueError("a coding error")
 
     with weclaw.Queue(path) as q:
-        q.put("x")
+        q.put("x", headers={"a": 1})  # else there is nothing to parse
         with monkeypatch.context() as patched:
             patched.setattr(_records, "meta_of_put", wrong)
             for ask in (lambda: q.get(block=False), lambda: q.peek(1)):
