@@ -58,7 +58,7 @@ class _Source:
         return closed_error(self._queue._store.path) if self._queue._closed else None
 
     def look(self, session: Session, n: int, visibility_s: float | None, waiter: Waiter) -> Taken:
-        taken = _taking.take(session, self._queue._address, n, visibility_s, waiter)
+        taken = _taking.take(session, (self._queue._address, n, visibility_s, waiter))
         self._paused = taken.paused
         return taken
 

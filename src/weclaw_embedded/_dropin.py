@@ -184,7 +184,7 @@ class Core:
         if self.immediate:
             return taken_of([], [])
         choose = None if self.order is None else self.order.choose
-        taken = _taking.take(session, self.queue._address, n, None, waiter, choose)
+        taken = _taking.take(session, (self.queue._address, n, None, waiter), choose)
         self.paused = taken.paused
         return taken
 

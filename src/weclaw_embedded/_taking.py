@@ -43,16 +43,14 @@ _ENDING_BYTES: Final = 256  # of log, for a lease to end in any way, with a reas
 
 def take(
     session: Session,
-    address: Address,
-    n: int,
-    visibility_s: float | None,
-    waiter: Waiter | None,
+    what: tuple[Address, int, float | None, Waiter | None],
     choose: Callable[..., Picks] | None = None,
 ) -> Taken:
-    """Lease up to `n` messages. With none, `waiter` is registered before the lock is given back,
-    so that no wake-up falls between looking and waiting. `choose(session, group, n, visible=…,
-    now_us=…, suspects=…)` is for an order other than the index's.
+    """Lease up to `n` messages, for `visibility_s`. With none, `waiter` is registered before the
+    lock is given back, so that no wake-up falls between looking and waiting. `choose(session,
+    group, n, visible=…, now_us=…, suspects=…)` is for an order other than the index's.
     """
+    address, n, visibility_s, waiter = what
     engine = session.engine
     page = session.page
     words = page.words
@@ -114,12 +112,6 @@ def take(
     if group.paused_until_us > now_us:
         taken.paused = _pause_of(group, now_us)
     return taken
-
-
-def take_by(session: Session, what: tuple[Address, int, float | None, Waiter | None]) -> Taken:
-    """`take`, for `Engine.run`."""
-    address, n, visibility_s, waiter = what
-    return take(session, address, n, visibility_s, waiter)
 
 
 def _pause_of(group: GroupState, now_us: int) -> str:

@@ -467,7 +467,7 @@ class Queue(Asking):
             try:
                 if engine.others:
                     engine.fold_ahead()
-                taken = engine.run(_taking.take_by, (self._address, n, visibility_s, waiter))
+                taken = engine.run(_taking.take, (self._address, n, visibility_s, waiter))
             except BaseException:
                 if waiter is not None:
                     engine.waker.discard(waiter)
