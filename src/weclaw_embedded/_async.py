@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _putting, _settling
+from . import _putting, _records, _settling
 from ._engine import Engine
 from ._handle import deadline_of
 from ._io import Written, io_of
@@ -27,7 +27,6 @@ from .errors import ClosedError
 if TYPE_CHECKING:
     import os
 
-    from ._delivery import Lease
     from ._session import Session
     from ._wake import Waiter
     from .queue import Queue
@@ -52,7 +51,18 @@ class AsyncMessage(Message):
 
     def ack(self, result: Any = None) -> Written:  # type: ignore[override]  # see above
         """Done: never delivered again in this group. See `Message.ack`."""
-        super().ack(result)
+        lease = self._held()
+        if result is not None:
+            super().ack(result)
+            return self._written()
+        engine = lease.engine
+        policy = self._queue._policy
+        record = _records.ack_of(lease.tid, lease.gid, lease.offset)
+        tail = engine.end(lease, record, policy, waits=False)
+        if tail < 0:
+            self._run(_settling.end, (lease, record, policy))
+        else:
+            self._until = _begin_sync(engine, self._queue, tail, policy >= SYNC)
         return self._written()
 
     def nack(  # type: ignore[override]  # see above
@@ -81,15 +91,6 @@ class AsyncMessage(Message):
         lease = self._lease
         assert lease is not None, "it was settled"
         return Written(lease.engine, self._until)
-
-    def _end(self, lease: Lease, record: bytes) -> None:
-        engine = lease.engine
-        policy = self._queue._policy
-        tail = engine.end(lease, record, policy, waits=False)
-        if tail < 0:
-            self._run(_settling.end, (lease, record, policy))
-        else:
-            self._until = _begin_sync(engine, self._queue, tail, policy >= SYNC)
 
     def _run(self, operation: Callable[[Session, What], T], what: What) -> T:
         done: T

@@ -92,6 +92,7 @@ class Lease:
         "gid",
         "holder",
         "length_s",
+        "location",
         "mask",
         "offset",
         "over",
@@ -106,6 +107,7 @@ class Lease:
     mask: int  # of the topic, of whom is told when it ends
     gid: int
     offset: int
+    location: int  # where the message stands, which may have been carried there
     salt: int  # of the segment it was put into
     deadline_ns: int
     visibility_s: float | None  # as it was taken
@@ -116,7 +118,6 @@ class Lease:
     handed_back = False  # that is why: its queue was closed
     retry = crash = 0
     delivery = 1
-    location = 0  # where the message was carried to, if it was
     renewal: Any = None  # what extends it while a `with` lasts
     given_id: str | None = None  # of the message, by whoever put it
 

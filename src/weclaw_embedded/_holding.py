@@ -84,6 +84,7 @@ class Holding:
         words = self.page.words
         log = self.log
         start = -1  # where the log ends, once all is well
+        shares = False  # another process is at a sync, and may do the next, too
         with self._lock:
             if self.closed or self.is_late:
                 return -1
@@ -109,8 +110,7 @@ class Holding:
                     self._written_to = tail
                 else:
                     self.remember_written(start, tail, [told])
-                shares = waits and policy >= SYNC and words[SYNC_HIGH] > words[COMMIT]
-                if shares:
+                if policy >= SYNC and waits and words[SYNC_HIGH] > words[COMMIT]:
                     shares = self.share_sync(tail)
             except BaseException as error:
                 if start >= 0:
@@ -131,7 +131,7 @@ class Holding:
             self._look_for_space(tail)
         if not self._upkeep_due:
             self._upkeep_soon()
-        if waits and policy >= SYNC:
+        if policy >= SYNC and waits:
             if shares:
                 self.await_anothers(tail)
             self.durable(tail)

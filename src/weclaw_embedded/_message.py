@@ -43,6 +43,7 @@ What = TypeVar("What")
 M = TypeVar("M", bound="Message")
 _new: Final = object.__new__
 MAX_RESULT_BYTES: Final = 1 << 30
+_NOTHING: Final = (b"", 0)  # where no record could be read
 # How often a lease is renewed while it lasts.
 _RENEWALS: Final = 3
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -251,10 +252,17 @@ class Message(Told):
         for a result that msgpack can't keep, or over 1 GiB; then the message is still held.
         """
         lease = self._lease or self._held()
-        if result is None:
-            self._end(lease, _records.ack_of(lease.tid, lease.gid, lease.offset))
-        else:
-            self._run(_settling.ack_with, (lease, pack_result(result), self._queue._policy))
+        queue = self._queue
+        policy = queue._policy
+        if result is not None:
+            self._run(_settling.ack_with, (lease, pack_result(result), policy))
+            return
+        engine = lease.engine
+        record = _records.ack_of(lease.tid, lease.gid, lease.offset)
+        if engine.end(lease, record, policy) < 0:
+            self._run(_settling.end, (lease, record, policy))
+        elif policy == BATCH and not engine.flush_is_due:
+            engine.flush_later(queue._store._options, 0)
 
     def nack(
         self, backoff: float | None = None, reason: str | None = None, *, count: bool = True
@@ -317,16 +325,6 @@ class Message(Told):
 
     def _settle(self, operation: Callable[..., T], *args: Any) -> T:
         return self._run(spread, (operation, (self._held(), *args)))
-
-    def _end(self, lease: Lease, record: bytes) -> None:
-        """End the lease with this record, as durable as the handle promises."""
-        engine = lease.engine
-        queue = self._queue
-        policy = queue._policy
-        if engine.end(lease, record, policy) < 0:
-            self._run(_settling.end, (lease, record, policy))
-        elif policy == BATCH and not engine.flush_is_due:
-            engine.flush_later(queue._store._options, 0)
 
     def _run(self, operation: Callable[[Session, What], T], what: What) -> T:
         """Run what settles this message, as `Engine.run` does."""
@@ -393,6 +391,18 @@ class Message(Told):
             return
 
 
+def _read_of(
+    queue: Queue, lease: Lease, record: bytes | memoryview, time_us: int
+) -> tuple[bytes | memoryview, int, dict[int, Any]] | None:
+    """What was leased, as `messages_of` needs it; None when it is gone or damaged."""
+    if record:
+        with contextlib.suppress(NoRecordError):
+            return record, time_us, _records.meta_of_put(record)
+    # Carried up, now or before; or damaged.
+    content = queue._read(lease.offset, lease.location, lease.salt)
+    return None if content is None else (content._record, content._time_us, content._meta)
+
+
 def messages_of(
     kind: type[M],
     queue: Queue,
@@ -404,20 +414,14 @@ def messages_of(
     """
     messages: list[M] = []
     for lease, one in zip(leases, found, strict=True):
-        meta: dict[int, Any] | None = None
-        if one is not None:
-            record, time_us = one
-            if record[:PLAIN_BYTES] in PLAIN_PUTS and len(record) >= PUT_BYTES:
-                meta = NO_META  # as `meta_of_put` finds, whose call costs as much as the rest
-            else:
-                with contextlib.suppress(NoRecordError):
-                    meta = _records.meta_of_put(record)
-        if meta is not NO_META:
-            if meta is None:  # carried up, now or before; or damaged
-                content = queue._read(lease.offset, lease.location or lease.offset, lease.salt)
-                if content is None:
-                    continue
-                record, time_us, meta = content._record, content._time_us, content._meta
+        record, time_us = one or _NOTHING
+        if record[:PLAIN_BYTES] in PLAIN_PUTS and len(record) >= PUT_BYTES:
+            meta = NO_META  # as `meta_of_put` has it, whose call costs as much as all the rest
+        else:
+            other = _read_of(queue, lease, record, time_us)
+            if other is None:
+                continue
+            record, time_us, meta = other
             lease.given_id = meta.get(META_ID)
         # One is made for each delivery: by `__init__` it would cost twice as much until 3.13.
         message = _new(kind)

@@ -83,8 +83,8 @@ class ReplicatedSession(Session):
             self.settles = True
         return offsets
 
-    def append_one(self, record: bytes, policy: int = -1) -> None:
-        self.append([(record,)], policy)
+    def append_one(self, record: bytes, policy: int = -1, apply: bool = True) -> None:
+        self.append([(record,)], policy, apply=apply)
 
     def finish(self) -> None:
         if self._appended:
@@ -157,9 +157,9 @@ class CopySession(Session):
         self._take_over()
         return super().append(*what, **how)
 
-    def append_one(self, record: bytes, policy: int = OS) -> None:
+    def append_one(self, record: bytes, policy: int = OS, apply: bool = True) -> None:
         self._take_over()
-        super().append_one(record, policy)
+        super().append_one(record, policy, apply)
 
     def _take_over(self) -> None:
         engine = self.engine

@@ -151,15 +151,15 @@ class Session:
             self._tx.apply(fresh)  # at once: the next look must see it
         return offsets
 
-    def append_one(self, record: bytes, policy: int = OS) -> None:
-        """`append` one record that puts nothing, as what settles nearly always is."""
+    def append_one(self, record: bytes, policy: int = OS, apply: bool = True) -> None:
+        """`append` one record that puts nothing, as what takes or settles nearly always is."""
         now_us = self.now_us
         told = (self.log.append_one(record, policy, now_us), now_us, (record,))
         if self._appended is None:
             self._appended = [told]
         else:
             self._appended.append(told)
-        if self._tx is not None:
+        if apply and self._tx is not None:
             self._tx.apply((told,))  # at once: the next look must see it
 
     def check_writable(self) -> None:

@@ -178,6 +178,7 @@ def _lease(
     salt, segment = 0, -1
     for offset in offsets:
         lease = Lease()
+        lease.offset = lease.location = offset
         if offset >> bits != segment:
             segment = offset >> bits
             try:
@@ -191,7 +192,6 @@ def _lease(
         lease.tid = tid
         lease.mask = mask
         lease.gid = gid
-        lease.offset = offset
         lease.salt = salt
         lease.deadline_ns = deadline_ns
         lease.visibility_s = lease.length_s = visibility_s
@@ -205,7 +205,7 @@ def _lease(
     token = engine.token
     record = _records.pack_deliver(tid, gid, token, deadline_ns, offsets, flags)
     if engine.introduced:
-        session.append([record], apply=False)
+        session.append_one(record[0], apply=False)
         tx.lease(group, picks, token, deadline_ns)
     else:
         session.append([engine.owner_record(), record])

@@ -509,11 +509,11 @@ class Queue(Asking):
         if len(leases) == 1:
             lease = leases[0]
             try:
-                found = [engine.log.read_with_time(lease.location or lease.offset)]
+                found = [engine.log.read_with_time(lease.location)]
             except (LookupError, CorruptError):
                 found = [None]
         else:
-            found = engine.log.read_each([lease.location or lease.offset for lease in leases])
+            found = engine.log.read_each([lease.location for lease in leases])
         return messages_of(kind, self, leases, found)
 
     def __iter__(self) -> Iterator[Message]:
