@@ -206,26 +206,27 @@ class Reading(Segments):
         if len(data) != size:
             return None
         unpack = PART_AND_ENVELOPE.unpack_from
-        seed = salt + start
-        last = size - _ALONE_BYTES
         records: list[tuple[int, int, tuple[bytes]]] = []
-        at = end = 0
-        while at < last:
+        at = crc = 0
+        offset = start
+        while at <= size - _ALONE_BYTES:
             crc, length, commit_flags, time_us, envelope = unpack(data, at)
+            offset = start + at
+            body = at + _ALONE_BYTES
             end = at + PART_BYTES + length
             if (
                 envelope != length + ONLY_ENVELOPE
                 or commit_flags & UNUSUAL != WHOLE
-                or commit_flags >> 8 > start + at
-                or not at + _ALONE_BYTES < end <= size
-                or crc32(data[at + 4 : end], seed + at) != crc
+                or commit_flags >> 8 > offset
+                or not body < end <= size
+                or crc32(data[at + 4 : end], salt + offset) != crc
             ):
                 return None
-            records.append((start + at + PART_BYTES, time_us, (data[at + _ALONE_BYTES : end],)))
-            begin, at = at, end
-        if end != size:
+            records.append((offset + PART_BYTES, time_us, (data[body:end],)))
+            at = end
+        if at != size:
             return None
-        self._last = tail, start + begin, crc
+        self._last = tail, offset, crc
         self._open_window(start, size, data, salt)
         return records
 
