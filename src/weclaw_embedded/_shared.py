@@ -290,10 +290,13 @@ class SharedPage(LogState):
         words = self.words
         mask, n = words[UNSEEN], words[UNSEEN_PUTS]
         commit = words[COMMIT]
-        if not mask or (commit < words[SYNC_HIGH] and commit <= words[FIRST_SYNC]):
+        if not mask:
             return []
-        if self.visible(words[TAIL]) >= words[TAIL]:
-            words[UNSEEN] = words[UNSEEN_PUTS] = 0
+        if commit >= words[SYNC_HIGH]:
+            if words[REPLICATED] >= words[REPLICA_HIGH]:  # no more are to become visible
+                words[UNSEEN] = words[UNSEEN_PUTS] = 0
+        elif commit <= words[FIRST_SYNC]:
+            return []
         return self.take_getters(mask, n) if words[WAITERS] else []
 
     def share_sync(self, slot: int, until: int) -> None:
