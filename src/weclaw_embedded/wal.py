@@ -278,11 +278,14 @@ class Log(Slots, Reading):
         assert not self._buffers, "the tail moved under pending frames"
         tail = self.state.words[TAIL]
         segment = tail >> self.bits
-        shift, self._salt = self.place(segment)
-        self._limit = self.limit(segment)
-        self._end = tail
-        self._run_at = tail + shift
-        self._tail = tail
+        if segment == self._tail >> self.bits:
+            # As most often: further on in the same segment, of which the rest is known.
+            self._run_at += tail - self._tail
+        else:
+            shift, self._salt = self.place(segment)
+            self._limit = self.limit(segment)
+            self._run_at = tail + shift
+        self._end = self._tail = tail
         self._wrote = b""
 
     def _append_any(
