@@ -305,7 +305,6 @@ class Session:
 
     def abort(self, error: BaseException | None = None) -> None:
         self.log.discard()
-        self.engine._written_to = -1  # Ctrl-C may have come between it and what was written
         words = self.page.words
         if words[TAIL] == self.start and not words[WRITING]:
             for lease in self.ended:
@@ -315,8 +314,10 @@ class Session:
             self.engine.held.update(self.ended)
             for leases in self.begun:
                 self.engine.let_go(leases)
-        if self._appended and not self.page.words[WRITING]:
-            self.page.forget_promises()  # else it is done by whoever heals
+        if self._appended:
+            self.engine._written_to = -1  # Ctrl-C may have come while it was remembered
+            if not words[WRITING]:
+                self.page.forget_promises()  # else it is done by whoever heals
         tx, self._tx = self._tx, None
         if tx is None:
             return
