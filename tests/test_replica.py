@@ -886,17 +886,6 @@ def test_a_copy_is_not_opened_while_it_is_received(
     q.put(2)
 
 
-def test_a_file_is_not_its_own_replica(path: Path) -> None:
-    """Also not under another name."""
-    with weclaw.Queue(path) as q:
-        q.put(1)
-    other = path.with_name("link.wq")
-    other.symlink_to(path)
-    for name in (path, other):
-        with pytest.raises(ValueError, match="itself"):
-            weclaw.Queue(path, replica=name)
-
-
 # -- promotion -------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from tests.helpers.processes import Child
 from tests.replica_tools import bodies, command, eventually, level, same
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _locks, replica
+from weclaw_embedded import _locks, _replicated, replica
 from weclaw_embedded._copy import Copy
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -122,13 +123,83 @@ def test_a_link_to_another_disk_stays_a_link(
     assert replica.node(real).role == "primary"
 
 
-def test_another_name_of_the_file_itself_is_refused(path: Path, copy: Path) -> None:
-    """A hard link too."""
-    with weclaw.Queue(path) as q:
+NAMES = {
+    "its own": lambda path, _: path,
+    "a symlink": lambda path, other: os.symlink(path, other) or other,
+    "a symlinked folder": lambda path, other: os.symlink(path.parent, other) or other / path.name,
+    "a hard link": lambda path, other: os.link(path, other) or other,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+def test_a_file_is_not_its_own_replica(
+    path: Path, copy: Path, name: str, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By any name it is refused and not recorded: the good one that is recorded stays."""
+    with weclaw.Queue(path, replica=copy) as q:
         q.put(1)
-    os.link(path, copy)
-    with pytest.raises(ValueError, match="itself"):
-        weclaw.Queue(path, replica=copy)
+    itself = NAMES[name](path, path.with_name("other"))
+    with weclaw.Queue(path) if is_open else contextlib.nullcontext():
+        for more in ({}, {"sync_replica": False}, {"readonly": True}):
+            with pytest.raises(ValueError, match="is the file itself"):
+                weclaw.Queue(path, replica=itself, **more)
+        with weclaw.Queue(path) as q:
+            assert q._store._engine.options()["replica"] == str(copy)
+            q.put(2)
+            assert q.stats().replica_lag == 0
+    assert bodies(copy) == [1, 2]
+    assert "its own replica" not in caplog.text
+
+
+def test_a_new_file_that_is_to_be_its_own_replica_is_not_made(path: Path) -> None:
+    """Also where only the name of its folder is another."""
+    link = path.parent.with_name("link")
+    link.symlink_to(path.parent)
+    before = os.listdir(path.parent)
+    for itself in (path, link / path.name):
+        with pytest.raises(ValueError, match="is the file itself"):
+            weclaw.Queue(path, replica=itself)
+    assert os.listdir(path.parent) == before
+
+
+def test_a_file_that_names_itself_is_opened_without_a_replica(
+    path: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a copy does that is opened in place of what it copies, beside other handles too; by the
+    environment too."""
+    with weclaw.Queue(path, replica=copy) as q:
+        q.put(1)
+    for _ in range(2):
+        with weclaw.Queue(copy) as one, weclaw.Queue(copy) as other:
+            one.put(2)
+            assert other.stats().replica_lag is None
+    assert "its own replica" in caplog.text
+    with weclaw.Queue(copy) as one:
+        with pytest.raises(ValueError, match="is the file itself"):
+            weclaw.Queue(copy, replica=copy)
+        weclaw.Queue(copy).close()
+    monkeypatch.setenv("WECLAW_REPLICA", str(path))
+    with weclaw.Queue(path) as q:
+        assert q.stats().replica_lag is None
+
+
+def test_a_handle_that_could_not_be_opened_contradicts_nobody(
+    path: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was given counted only while it was to be opened."""
+
+    def fail(*_: Any) -> None:
+        raise weclaw.StorageError("no")
+
+    with weclaw.Queue(path):
+        with monkeypatch.context() as patch:
+            patch.setattr(_replicated, "write_record", fail)
+            with pytest.raises(weclaw.StorageError, match="no"):
+                weclaw.Queue(path, replica=copy.with_name("another.wq"))
+        with weclaw.Queue(path, replica=copy) as q:
+            q.put(1)
+    assert bodies(copy) == [1]
 
 
 def test_a_full_disk_of_the_replica_is_said_and_worked_off(

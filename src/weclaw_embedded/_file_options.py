@@ -101,6 +101,14 @@ class FileOptions:
         if given:
             self.change_options(given, SYNC)
         self._adopted.append(options)
+        try:
+            self._follow_adopted(consumer)
+        except BaseException:
+            self.forsake(options)  # else the next handle is held against one that never was
+            raise
+
+    def _follow_adopted(self, consumer: str) -> None:
+        """What holds by now, with the last handle that was adopted, and what comes of it."""
         self.know_options(self.known_options)
         if of_another(self.options(), self.header.store_id) and not self.option("replica"):
             logger.warning(
@@ -156,9 +164,6 @@ class FileOptions:
 
         self.execute(change)
 
-    def chose(self, name: str, *, environment: bool = True) -> bool:
+    def chose(self, name: str) -> bool:
         """Whether a handle of this process gave the option, or its environment does."""
-        return any(
-            name in options.given or (environment and name in options.environment)
-            for options in self._adopted
-        )
+        return any(options.chosen(name) for options in self._adopted)

@@ -204,12 +204,11 @@ def configure(engine: Engine) -> None:
             words[REPLICA_HIGH] = 0  # whoever promised a replica is gone, and so is that
         return
     if isinstance(address, str) and is_same_file(address, engine.path):
-        if engine.chose("replica", environment=False):
-            raise ValueError(
-                f"replica={address!r} is the file itself; nothing was opened; name another place"
-            )
+        # Nobody gave it as an argument (`_restore.refuse_itself`). The file or the environment
+        # says it, as both do where a copy was opened in place of what it copies.
         logger.warning(
-            "%s is named as its own replica (perhaps it was a copy once); it works without one",
+            "%s is named as its own replica (perhaps it was a copy once); it works without one: "
+            "name another place with replica=, or give replica=False",
             engine.path,
         )
         return

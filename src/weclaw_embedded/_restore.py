@@ -18,7 +18,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from . import _clock, _files, _locks, _stream
-from ._channel import Address, Channel, LinkDownError, NotStartedError, RefusedError, describe
+from ._channel import (
+    Address,
+    Channel,
+    LinkDownError,
+    NotStartedError,
+    RefusedError,
+    describe,
+    normal,
+)
 from ._copy import Copy, is_same_file, role_of
 from ._file_options import recorded_replica
 from ._format import COPY, PRIMARY, FileHeader
@@ -34,6 +42,18 @@ logger = logging.getLogger("weclaw_embedded")
 _ANSWER_S: Final = 30.0  # between two messages, once it has begun to send
 _FIRST_PAUSE_S: Final = 0.2
 _OTHERS_S: Final = 10.0  # how long another process that restores the same file is waited for
+
+
+def refuse_itself(path: str, options: StoreOptions) -> None:
+    """Raise ValueError if the argument `replica` is the file at `path`, by whatever links. It must
+    be seen first: once it is recorded, the place of a good replica is forgotten.
+    """
+    address = normal(options.replica) if "replica" in options.given else None
+    if isinstance(address, str) and is_same_file(address, path):
+        raise ValueError(
+            f"replica={address!r} is the file itself; nothing was opened or recorded; name another "
+            "place"
+        )
 
 
 def restore_missing(path: str, options: StoreOptions) -> None:

@@ -30,7 +30,7 @@ from ._options import (
 )
 from ._paths import typed_errors
 from ._queries import GroupInfo
-from ._restore import end_of, restore_damaged, restore_missing
+from ._restore import end_of, refuse_itself, restore_damaged, restore_missing
 from ._session import POLICIES
 from .errors import ClosedError, CorruptError, NotAQueueError, StorageError, StoreFailedError
 from .queue import Queue
@@ -136,6 +136,7 @@ class Store:
             return self._open_engine()
 
     def _open_engine(self) -> Engine:
+        refuse_itself(self.path, self._options)
         if self.readonly:
             from ._readonly import open_readonly
 
