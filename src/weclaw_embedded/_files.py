@@ -214,9 +214,9 @@ def _write_rest(fd: int, buffers: Sequence[Bytes], offset: int, written: int) ->
         skip += got
 
 
-# Bare where Python offers it so: what is in front of it makes an enumeration of the answer, which
-# costs as much as the write.
-_handler_of: Callable[[int], object] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+# The bare one that CPython has underneath: what is in front of it makes an enumeration of the
+# answer, which costs as much as the write.
+_handler_of: Callable[[int], object] = getattr(signal, "_signal", signal).getsignal
 
 
 def write_pipe(fd: int, data: Bytes) -> int:
