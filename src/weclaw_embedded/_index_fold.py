@@ -11,6 +11,7 @@ Nothing here reads the clock or the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from struct import Struct
 from struct import error as struct_error
 from typing import Any, Final, TypeAlias
@@ -129,14 +130,15 @@ class Fold(Keep):
         if group is None or gids.count(gid) < len(gids):
             self.apply(told)
             return
-        begun = group.fresh.pop
+        begun = [*map(group.fresh.pop, messages, repeat(None))]
+        group.settled += len(begun)
+        self._changed_groups[gid] = group
+        if all(begun):
+            return
         try:
-            others = [n for n, message in enumerate(messages) if begun(message, None) is None]
-            group.settled += len(messages) - len(others)
-            self._changed_groups[gid] = group
-            for n in others:
-                if self._settle(gid, messages[n], times[n]) is not None:
-                    group.settled += 1
+            for lease, message, time_us in zip(begun, messages, times, strict=True):
+                if lease is None and self._settle(gid, message, time_us) is None:
+                    group.settled -= 1
         except lmdb.Error as error:
             raise self._failed(error) from error
 
