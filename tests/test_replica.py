@@ -164,10 +164,27 @@ def test_an_asynchronous_replica_is_never_waited_for(
     assert bodies(copy) == list(range(101))
 
 
-def test_a_copy_too_far_behind_is_made_anew(
-    open_queue: Callable[..., Any], path: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_first_copy_is_made_without_a_warning(
+    open_queue: Callable[..., Any], path: Path, copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Past a bound the segments it still needs are freed all the same."""
+    """However much is in the file by then: nothing is thrown away."""
+    caplog.set_level(logging.INFO, "weclaw_embedded")
+    open_queue(segment_bytes=65536).put_many([os.urandom(4000) for _ in range(100)])
+    q = open_queue(replica=copy)
+    level(q)
+    told = [record for record in caplog.records if "cop" in record.message]
+    assert [record.levelname for record in told] == ["INFO"]
+    assert told[0].message == f"{path}: a copy is made at {copy}"
+
+
+def test_a_copy_too_far_behind_is_made_anew(
+    open_queue: Callable[..., Any],
+    path: Path,
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Past a bound the segments it still needs are freed all the same. The log warns of it."""
     monkeypatch.setattr(_shared, "PIN_BYTES", 4 << 16)
     q = open_queue(replica=copy, sync_replica=False, segment_bytes=65536, retention=0.0)
     q.put(0)
@@ -184,6 +201,8 @@ def test_a_copy_too_far_behind_is_made_anew(
     q.close()
     assert copy.stat().st_ino != before
     same(path, copy)
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{path}: the copy at {copy} is made anew" in warned
 
 
 def _impatient(open_queue: Callable[..., Any], copy: Path, timeout: float = 0.5) -> Any:
@@ -964,6 +983,29 @@ def test_no_synchronous_put_returns_after_a_promotion(
         q.put(2)
     with weclaw.Queue(copy) as new:
         assert [msg.body for msg in new.peek(5)] == ["first"]
+
+
+def test_a_fenced_file_is_not_promoted(
+    open_queue: Callable[..., Any], path: Path, copy: Path, tmp_path: Path
+) -> None:
+    """Else both would take puts. A backup of it is the way back when the promoted one is lost."""
+    q = open_queue(replica=copy)
+    q.put(1)
+    q.close()
+    assert replica.promote(copy) == 2
+    with weclaw.Queue(path) as q:
+        eventually(lambda: _is_fenced(q))
+    for _ in range(2):
+        with pytest.raises(weclaw.FencedError, match="epoch 2, this file has 1"):
+            replica.promote(path)
+    assert replica.node(path)[1:3] == ("fenced", 1)
+    with weclaw.Queue(path) as q:
+        with pytest.raises(weclaw.FencedError):
+            q.put(2)
+        q._store.backup(tmp_path / "new.wq")
+    with weclaw.Queue(tmp_path / "new.wq") as q:
+        q.put(3)
+        assert q.get().body == 1
 
 
 def test_only_a_copy_is_promoted(path: Path, copy: Path) -> None:

@@ -68,10 +68,11 @@ class Link:
         self._whole = False  # the copy is in its place
         self.head = 0  # the last head sent
         self.is_greeted = False
+        self.replaces = False  # a copy that was there, should one be made
         self._waited_since_s = 0.0  # when it was first seen that it has not answered; 0: it has
 
     def greet(self, commit: int) -> bool:
-        """Find out what the receiver has and where to go on; True when the copy is made anew."""
+        """Find out what the receiver has and where to go on; True when a whole copy is made."""
         header = self._header
         channel = self.channel
         until_s = time.monotonic() + _CONNECT_S
@@ -84,6 +85,7 @@ class Link:
             state = _stream.unpack_state(body)
         except StreamError as error:
             raise LinkDownError(str(error)) from None
+        self.replaces = state.exists
         anew = not state.exists or self._is_too_far_behind(state, commit)
         if state.is_damaged and not anew:
             # It is replaced when it is whole again, and by what is whole here alone.

@@ -167,10 +167,12 @@ class Replication(Rounds):
                     channel = Channel(self.address, os.path.join(engine.directory, ERRORS_NAME))
                 link = Link(channel, engine.fd, engine.header, self._page, lambda: self._stopping)
                 anew = link.greet(words[COMMIT])
-                if anew and words[COMMIT] > 2 * engine.header.segment_bytes:
-                    logger.warning(
-                        "%s: the copy at %s is made anew", engine.path, describe(self.address)
-                    )
+                if anew:
+                    where = describe(self.address)
+                    if link.replaces:
+                        logger.warning("%s: the copy at %s is made anew", engine.path, where)
+                    else:
+                        logger.info("%s: a copy is made at %s", engine.path, where)
                 self._link = link
             except (LinkDownError, RefusedError, LookupError, OSError) as error:
                 if channel is not None:

@@ -15,15 +15,15 @@ from typing import BinaryIO, NamedTuple
 from . import _files, _locks, _registry
 from ._channel import describe
 from ._copy import ROLE_NAMES, is_alive, lock_copy, read_role, role_of, write_role
-from ._format import DEFAULT_SEGMENT_BYTES, PRIMARY
+from ._format import DEFAULT_SEGMENT_BYTES, FENCED, PRIMARY
 from ._healing import ask
 from ._opening import RECEIVER
 from ._options import store_options
 from ._paths import check_path, read_header, typed_errors
 from ._receiver import serve
 from ._recovery import recover_copy
-from ._shared import IS_COPY, IS_FENCED, REPLICATION
-from .errors import StorageError
+from ._shared import IS_COPY, REPLICATION
+from .errors import FencedError, StorageError
 from .wal import Log, LogState
 
 __all__ = ["Node", "node", "node_behind", "promote", "receive"]
@@ -84,8 +84,9 @@ def promote(path: str | os.PathLike[str]) -> int:
     """Make the copy at `path` a primary without a replica; returns its new epoch.
 
     Raises LockedError while a receiver still writes it or a process has it open as a queue, and
-    StorageError when it is no copy; then nothing was changed. Once this has returned the primary it
-    was a copy of is fenced off at its next contact. Interrupted in the middle, call it again.
+    StorageError when it is no copy, FencedError when its own copy was promoted over it: nothing was
+    changed then. Once this has returned the primary it was a copy of is fenced off at its next
+    contact. Interrupted in the middle, call it again.
     """
     name = os.path.realpath(os.fsdecode(path))
     with typed_errors(name):
@@ -109,10 +110,18 @@ def _promote(name: str) -> int:
                 f"{name} is no copy but a queue in its own right; nothing was changed; there is "
                 "nothing to promote: use it, or, if it can't be opened, restore it"
             )
+        if role == FENCED:
+            # Else both would take puts, each as the one that counts.
+            raise FencedError(
+                f"{name} is no copy: its own copy was promoted and is in its place (epoch "
+                f"{fenced_by}, this file has {header.epoch}); nothing was changed; go on with the "
+                "promoted file; should that be lost for good, `weclawctl backup` makes a queue of "
+                "its own of what is here"
+            )
         log = Log(fd, header, LogState())
         recover_copy(log)
         # The epoch first: from here on the old primary is refused, whatever happens to us.
-        epoch = log.write_header(epoch=max(header.epoch, fenced_by) + 1).epoch
+        epoch = log.write_header(epoch=header.epoch + 1).epoch
         # Shared, as those hold it who have a queue open: no receiver comes in between.
         _locks.try_lock(fd, RECEIVER, False)
         _forget_replica(name)
@@ -129,7 +138,7 @@ def _forget_replica(path: str) -> None:
     """Record in the file that it has no replica."""
     engine = _registry.acquire(path, None, DEFAULT_SEGMENT_BYTES)
     try:
-        engine.page.words[REPLICATION] &= ~(IS_COPY | IS_FENCED)
+        engine.page.words[REPLICATION] &= ~IS_COPY
         engine.adopt(store_options({"replica": False}), "promote")
         engine.flush()
     finally:

@@ -68,6 +68,10 @@ def test_a_copy_is_promoted_and_the_other_is_refused(
     status, _, err = ctl("promote", copy)
     assert status == 1
     assert "no copy" in err
+    status, out, err = ctl("promote", file, "--yes")
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert "promoted and is in its place (epoch 2, this file has 1)" in err
+    assert ctl("put", file, "5")[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def replica(file: str) -> int:
 def promote(file: str, yes: bool, as_json: bool) -> None:
     """Make FILE, the copy of another queue, a queue of its own that takes puts.
 
-    Do it when the other one is lost or stopped: from now on it is refused as the older one.
+    Do it when the other one is lost or stopped: from now on it is refused as the older one. A file
+    over which its own copy was promoted is refused here, too.
     """
     common.must_exist(file)
     # It destroys nothing: a program is not asked, nor anybody about what will be refused.
@@ -58,7 +59,7 @@ def promote(file: str, yes: bool, as_json: bool) -> None:
 
 def _may_be_promoted(file: str) -> bool:
     try:
-        return copies.node(file).role != "primary"
+        return copies.node(file).role == "copy"
     except (weclaw.WeclawError, OSError):
         return False  # promote meets the same, and says what it is
 
