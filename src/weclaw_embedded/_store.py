@@ -212,6 +212,10 @@ class Store:
     def drop_group(self, name: str, topic: str = "default") -> bool:
         """Forget a group with its position and dead letters; it no longer keeps anything from
         being freed. False if there is none. What its consumers hold is lost to them.
+
+        A topic without groups keeps everything for its first one. So when this was the topic's
+        only group, all that is kept of the topic waits for the next group that begins, what was
+        settled or purged before, too. To throw an only group's backlog away, `Queue.purge` it.
         """
         gid = _records.group_id(check_name("topic", topic), check_name("name", name))
         return self._writable().execute(_queries.drop_group, gid, POLICIES[self._options.flush])

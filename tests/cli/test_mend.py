@@ -417,12 +417,43 @@ def test_a_group_is_left_behind(file: Path, js: Any, ctl: Any) -> None:
         store.queue("mails").put_many([1, 2])
     words = ("purge", file, "--topic", "mails", "--group", "old", "--drop-group")
     assert ctl(*words)[0] == 1
-    assert js(*words, "--yes") == {"purged": 2}
+    assert js(*words, "--yes") == {"purged": 2, "kept": None}
     with weclaw.open(file) as store:
         assert [(one.group, one.ready) for one in store.groups()] == [("new", 2)]
     status, _, err = ctl(*words, "--yes")
     assert status == 1
     assert "there is no group 'old' in topic 'mails'" in err
+
+
+def test_the_only_group_is_forgotten_and_what_that_means_is_said(
+    file: Path, js: Any, ctl: Any
+) -> None:
+    """A topic without groups keeps everything for the next one, what was done and purged too."""
+
+    def begin() -> None:
+        with weclaw.Queue(file, "mails") as q:
+            q.put_many([1, 2, 3])
+            q.get(timeout=5).ack()
+            q.purge()
+            q.put("waits")
+
+    begin()
+    words = ("purge", file, "--topic", "mails", "--drop-group")
+    with Terminal(*words) as screen:
+        screen.wait_for(r"the only one, though the topic then keeps everything\? \[y/N\]")
+        screen.type("y\n")
+        assert screen.end() == 0
+        told = (
+            "topic 'mails' has no group any more: what it keeps waits for the next one, 4 messages"
+        )
+        assert told in " ".join(screen.text.split())
+    assert js("stats", file, "--topic", "mails")["ready"] == 4
+    begin()
+    assert js(*words, "--yes") == {"purged": 0, "kept": 8}
+    begin()
+    assert js(*words[:-1], "--yes") == {"purged": 1, "kept": None}
+    assert js("stats", file, "--topic", "mails")["ready"] == 0
+    assert "without groups a topic keeps all of it" in " ".join(ctl("purge", "--help")[1].split())
 
 
 @pytest.mark.parametrize("scratch", ["kept", "deleted"])

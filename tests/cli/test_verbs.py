@@ -339,7 +339,7 @@ def test_purge_asks(file: Path, js: Any, ctl: Any) -> None:
         q.put_many([1, 2])
     assert ctl("purge", file)[0] == 1
     assert js("stats", file)["ready"] == 2
-    assert js("purge", file, "--yes") == {"purged": 2}
+    assert js("purge", file, "--yes") == {"purged": 2, "kept": None}
     assert js("stats", file)["ready"] == 0
 
 

@@ -163,7 +163,8 @@ def _moment(text: str) -> datetime:
 @click.option(
     "--drop-group",
     is_flag=True,
-    help="Forget the group too, with its dead letters: it keeps nothing any more.",
+    help="Forget the group too, with its dead letters: it keeps nothing any more. Not for the only "
+    "group of a topic: without groups a topic keeps all of it for the next one.",
 )
 @common.yes_option
 @common.topic_option
@@ -172,7 +173,9 @@ def _moment(text: str) -> datetime:
 def purge(file: str, drop_group: bool, yes: bool, topic: str, group: str, as_json: bool) -> None:
     """Take everything ready and delayed in FILE away from this group, for good.
 
-    Other groups are not concerned. What is in hand and what is dead stays.
+    Other groups are not concerned. What is in hand and what is dead stays. With --drop-group that
+    goes too, and so does the group. A topic whose only group is forgotten keeps everything for the
+    next one, what was done or purged before too: for an only group leave out --drop-group.
     """
     where = f"topic {topic!r}, group {group!r}"
     with common.opened(file) as store:
@@ -180,22 +183,29 @@ def purge(file: str, drop_group: bool, yes: bool, topic: str, group: str, as_jso
         queue = common.queue_of(store, topic, group)
         stats = queue.stats()
         number = stats.ready + stats.delayed
+        kept = None  # for the next group, where there is none any more
         if drop_group:
             number += stats.leased + stats.dead
-            common.ask(
-                common.plain(f"Forget {where} and {common.count(number, 'message')} for good?"),
-                yes=yes,
-            )
+            question = f"Forget {where} and {common.count(number, 'message')} for good?"
+            if [one.group for one in store.groups() if one.topic == topic] == [group]:
+                question = f"Forget {where}, the only one, though the topic then keeps everything?"
+            common.ask(common.plain(question), yes=yes)
             if not store.drop_group(group, topic=topic):
                 common.fail(common.plain(f"there is no {where} yet; nothing was done"))
+            if not any(one.topic == topic for one in store.groups()):
+                number, kept = 0, queue.qsize()
         elif number:
             question = f"Take {common.count(number, 'message')} of {where} away for good?"
             common.ask(common.plain(question), yes=yes)
             number = queue.purge()
     if as_json:
-        common.print_json({"purged": number})
-    else:
+        common.print_json({"purged": number, "kept": kept})
+    elif kept is None:
         click.echo(f"{common.count(number, 'message')} purged")
+    else:
+        forgotten = f"group {group!r} forgotten; topic {topic!r} has no group any more"
+        waits = f"what it keeps waits for the next one, {common.count(kept, 'message')}"
+        click.echo(common.plain(f"{forgotten}: {waits}"))
 
 
 COMMANDS = [pause, resume, cancel, replay, purge]
