@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wal_tools import attach, bodies, opened, sync
 
-from weclaw_embedded import _files, _format, wal
+from weclaw_embedded import _appending, _files, _format, wal
 from weclaw_embedded._format import (
     END_RECORD_AT,
     HEADER_BYTES,
@@ -325,7 +325,8 @@ def test_the_documents_example_is_what_we_write(
 ) -> None:
     """Written again with the same salt and times, the file is the document's byte for byte."""
     path = tmp_path / "example.wq"
-    monkeypatch.setattr(wal, "new_salt", lambda: 0x5A17ED01)
+    for module in (wal, _appending):
+        monkeypatch.setattr(module, "new_salt", lambda: 0x5A17ED01)
     created_us = 1_790_000_000_000_000
     wal.Log.create(str(path), segment_bytes=65536, store_id=bytes(range(16)), created_us=created_us)
     with opened(path) as (log, _):

@@ -30,6 +30,7 @@ LAYERS = [
     ["_reading", "_lost_end"],
     ["_log_end"],
     ["_recovery"],
+    ["_appending"],
     ["wal"],
     ["_index_rows", "_index_topics"],
     ["_index_state"],

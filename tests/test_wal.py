@@ -30,7 +30,7 @@ from wal_tools import (
     sync,
 )
 
-from weclaw_embedded import _files, _reading, _scan, wal
+from weclaw_embedded import _appending, _files, _reading, _scan, wal
 from weclaw_embedded._format import (
     CHECKPOINT_FRAME,
     HEAD_RECORD_AT,
@@ -229,7 +229,8 @@ def test_stretches_tell_the_frames_that_were_written(
     place and time of each are its own. Salts that a place carries over 2**32 change nothing.
     """
     rng = random.Random(seed)
-    monkeypatch.setattr(wal, "new_salt", lambda: rng.choice((2**32 - 1, 2**32 - 2**18, 1)))
+    for module in (wal, _appending):
+        monkeypatch.setattr(module, "new_salt", lambda: rng.choice((2**32 - 1, 2**32 - 2**18, 1)))
     path = create(tmp_path / "log.wq", 1 << 20)
     written: dict[int, tuple[int, bytes]] = {}
     largest = rng.choice((9, 60, 500, 400_000))

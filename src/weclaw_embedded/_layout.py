@@ -33,7 +33,7 @@ from ._format import (
 from ._segments import COMMIT
 
 if TYPE_CHECKING:
-    from .wal import Log
+    from ._appending import Appending
 
 Record: TypeAlias = Sequence[_files.Bytes]  # one after the other they are the record's bytes
 
@@ -45,7 +45,7 @@ NO_BYTES = "a frame needs records, and a record needs bytes"
 class Layout:
     """The laying out of one frame that may go over several segments."""
 
-    def __init__(self, log: Log, policy: int, time_us: int, flags: int, spare: bool) -> None:
+    def __init__(self, log: Appending, policy: int, time_us: int, flags: int, spare: bool) -> None:
         self.log = log
         self.time_us = time_us
         self.spare = spare
