@@ -182,9 +182,9 @@ def test_what_a_worker_logs_names_topic_group_and_file(path, caplog, kind):
             asyncio.run(given.close())
     where = f"topic 'jobs', group 'gpu', of {path}"
     lines = [record.getMessage() for record in caplog.records]
-    assert f"{where} is paused for 600 s: 1 failures in a row" in next(
-        line for line in lines if "is paused" in line
-    )
+    told = next(line for line in lines if "is paused" in line)
+    assert f"{where} is paused for 600 s: 1 failures in a row" in told
+    assert "pause_after=0 (of `weclawctl work`: --pause-after 0) leaves such pauses out" in told
     assert any(f"of {where} failed: RuntimeError: the model is down" in line for line in lines)
 
 
@@ -207,7 +207,7 @@ def test_failures_in_a_row_pause_the_queue(open_queue, monkeypatch):
         if len(calls) in (1, 2, 3, 4, 5, 6, 8, 9):
             raise RuntimeError("the model is down")
 
-    with Running(q, handler, pause_after=3, pause_for=600.0):
+    with Running(q, handler, pause_after=3, pause_for=600.0) as worker:
         for n in (3, 6):
             eventually(lambda n=n: pauses[-1:] == [(n, 600.0)] and q.stats().ready == 1)
             with pytest.raises(weclaw.Empty):
@@ -217,6 +217,7 @@ def test_failures_in_a_row_pause_the_queue(open_queue, monkeypatch):
         q.put("y")
         eventually(lambda: q.stats().settled == 2)
     assert [n for n, _ in pauses] == [3, 6]
+    assert worker.pauses == 2
 
 
 def test_no_more_is_taken_than_is_worked_on(open_queue):

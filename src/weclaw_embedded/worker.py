@@ -87,7 +87,10 @@ class Worker:
             (0: never) …
         pause_for: … for so many seconds.
 
-    A worker runs once; `done` and `failed` count what it did.
+    Pauses are for a provider that is down. Where the retries of many messages that always fail come
+    together they are most of the time; `pause_after=0` leaves them out.
+
+    A worker runs once; `done`, `failed` and `pauses` count what it did.
     """
 
     def __init__(
@@ -128,6 +131,8 @@ class Worker:
         """Deliveries that ended well."""
         self.failed = 0
         """Deliveries that failed."""
+        self.pauses = 0
+        """How often it paused the queue."""
 
     def __repr__(self) -> str:
         return f"<Worker of {self._queue!r}>"
@@ -337,7 +342,14 @@ class Worker:
         if self._pause_after and self._in_a_row >= self._pause_after and self._pause_for_s:
             n, self._in_a_row = self._in_a_row, 0
             reason = f"{n} failures in a row, the last: {describe(error)}"
-            logger.error("%s is paused for %g s: %s", self._name(), self._pause_for_s, reason)
+            logger.error(
+                "%s is paused for %g s: %s; pause_after=0 (of `weclawctl work`: --pause-after 0) "
+                "leaves such pauses out",
+                self._name(),
+                self._pause_for_s,
+                reason,
+            )
+            self.pauses += 1
             await self._queue.pause(self._pause_for_s, reason)
 
     def _name(self) -> str:

@@ -300,6 +300,39 @@ def test_a_worker_that_waits_out_a_pause_says_so(file: Path, handlers: Any) -> N
             screen.wait_for(r"work ━.* 1/1 ")
             screen.type("\x03")
             assert screen.end() == 0
+            assert re.search(
+                r"done, 0 failures in \d+\.\d s, \d+\.\d s of it paused; 0", screen.text
+            )
+
+
+def test_a_worker_that_paused_the_queue_says_how_to_leave_that_out(
+    file: Path, handlers: Any
+) -> None:
+    """In its last line, with how long the queue was paused; one that never did says nothing."""
+    spec = handlers(
+        "def handle(msg):\n"
+        "    if not msg.retry_count:\n"
+        "        msg.nack(backoff=0)\n"
+        "        raise ValueError\n"
+    )
+    words = ("work", file, spec, "--drain", "--pause-after", 1, "--pause-for", "10m")
+    with weclaw.Queue(file) as q:
+        q.put(1)
+        with Terminal(*words) as screen:
+            screen.wait_for(r"work, paused ")
+            q.resume()
+            assert screen.end() == 0
+            told = re.search(r"1 message done.*dead letters", screen.text, re.DOTALL)
+        assert told is not None
+        assert re.fullmatch(
+            r"1 message done, 1 failure in \d+\.\d s, \d+\.\d s of it paused \(--pause-after 0 "
+            r"leaves out the pauses after failures in a row\); 0 left, 0 dead letters",
+            " ".join(told[0].split()),
+        )
+        q.put(2)
+        with Terminal("work", file, spec, "--drain", "--pause-after", 0) as screen:
+            assert screen.end() == 0
+            assert re.search(r"1 message done, 1 failure in \d+\.\d s; 0 left", screen.text)
 
 
 def test_metrics_without_the_extra_says_what_to_install(

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -104,7 +105,7 @@ def work(
             pause_after=pause_after,
             pause_for=pause_for,
         )
-        with _watched(worker, store, queue, drain=drain):
+        with _watched(worker, store, queue, drain=drain) as seen:
             worker.run()
         stats = queue.stats()
     left = _left(stats)
@@ -117,31 +118,47 @@ def work(
                 "dead": stats.dead,
                 "left": left,
                 "seconds": round(seconds, 3),
+                "paused_s": round(seen.paused_s, 3),
             }
         )
     else:
+        paused = f", {seen.paused_s:.1f} s of it paused" if seen.paused_s else ""
+        if paused and worker.pauses:
+            paused += " (--pause-after 0 leaves out the pauses after failures in a row)"
         click.echo(
             f"{common.count(worker.done, 'message')} done, "
-            f"{common.count(worker.failed, 'failure')} in {seconds:.1f} s; {left} left, "
+            f"{common.count(worker.failed, 'failure')} in {seconds:.1f} s{paused}; {left} left, "
             f"{common.count(stats.dead, 'dead letter')}"
         )
     return 1 if drain and left else 0
 
 
+@dataclass
+class _Seen:
+    """What only one who looks on sees of a worker's run."""
+
+    paused_s: float = 0.0  # whoever paused the queue
+
+
 @contextlib.contextmanager
 def _watched(
     worker: weclaw.Worker, store: weclaw.Store, queue: weclaw.Queue, *, drain: bool
-) -> Iterator[None]:
+) -> Iterator[_Seen]:
     """Show how far the worker is, and stop it when a drain is done."""
     over = threading.Event()
+    seen = _Seen()
 
     def watch(update: Callable[..., None]) -> None:
+        looked_s = time.monotonic()
         try:
             while not over.is_set():
                 left = _left(queue.stats())
                 failures = f" ({common.count(worker.failed, 'failure')})" if worker.failed else ""
-                here = (queue.topic, queue.group)
-                paused = ", paused" if here in _survey.pauses(store) else ""
+                is_paused = (queue.topic, queue.group) in _survey.pauses(store)
+                before_s, looked_s = looked_s, time.monotonic()
+                if is_paused:
+                    seen.paused_s += looked_s - before_s
+                paused = ", paused" if is_paused else ""
                 update(
                     completed=worker.done,
                     total=worker.done + left,
@@ -159,7 +176,7 @@ def _watched(
         thread = threading.Thread(target=watch, args=(update,), name="watch", daemon=True)
         thread.start()
         try:
-            yield
+            yield seen
         finally:
             over.set()
             thread.join()
