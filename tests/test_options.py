@@ -215,6 +215,8 @@ BAD_STORE: list[tuple[str, Any, type[Exception]]] = [
     ("codec", 1, TypeError),
     ("replica", "", ValueError),
     ("replica", "a\0b", ValueError),
+    ("replica", "a\udcff.wq", ValueError),
+    ("replica", ["ssh", "a\udcff.wq"], ValueError),
     ("replica", True, TypeError),
     ("replica", [], ValueError),
     ("replica", ["ssh", 1], ValueError),

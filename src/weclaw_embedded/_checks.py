@@ -167,14 +167,28 @@ def replica(name: str, value: Any) -> str | tuple[str, ...] | bool:
         path = os.fsdecode(value)
         if not path or "\0" in path:
             raise ValueError(f"{name} must name a file, not {value!r}")
-        return os.path.abspath(path)
+        place = os.path.abspath(path)
+        _must_be_recordable(name, place)
+        return place
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
         if not value or not all(isinstance(word, str) and "\0" not in word for word in value):
             raise ValueError(f"{name} as a command must be one or more str, not {value!r}")
         if not value[0]:
             raise ValueError(f"{name} as a command must begin with a program, not {value!r}")
+        _must_be_recordable(name, *value)
         return tuple(value)
     raise TypeError(f"{name} must be a path, a command as a list of str, or False, not {value!r}")
+
+
+def _must_be_recordable(name: str, *words: str) -> None:
+    """Raise ValueError for what the log, whose text is UTF-8, can't hold: the name of a file may
+    be any bytes.
+    """
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} is recorded and so must be UTF-8, not {word!r}") from None
 
 
 def maxsize(name: str, value: Any) -> int:

@@ -317,7 +317,7 @@ def _environment(path: Path, create: bool, mode: int) -> lmdb.Environment:
     while True:
         try:
             return lmdb.open(
-                str(path),
+                os.fsencode(path),  # of a str it takes only what is UTF-8
                 map_size=map_bytes,
                 subdir=False,
                 create=create,

@@ -66,7 +66,7 @@ STORE = {
     "max_message_bytes": [0, -1, None, 1.5, 2**40, True],
     "segment_bytes": [0, 1, 65535, 65537, 2**40, "65536", 65536.0, True],
     "codec": ["x", None, 5, object(), b"raw"],
-    "replica": [5, "", [], [""], ["a", 5], b"", True, "a\0b"],
+    "replica": [5, "", [], [""], ["a", 5], b"", True, "a\0b", "\udcff", ["a", "\udcff"]],
     "sync_replica": [1, 0, None, "yes"],
     "replica_timeout": [0, -1, None, NAN, INF, "5", True],
     "readonly": [1, None, "yes"],

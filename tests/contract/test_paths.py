@@ -47,6 +47,21 @@ def test_what_is_no_file_is_no_queue(tmp_path, what, name, options):
     assert (sorted(os.listdir(tmp_path)), path.lstat()) == before
 
 
+def test_the_name_of_a_file_is_any_bytes(tmp_path):
+    """Also what is no UTF-8: put, reopened, looked at, and kept a copy of."""
+    path = os.path.join(tmp_path, os.fsdecode(b"a\xff \xe4.wq"))
+    for _ in range(2):
+        with weclaw.Queue(path, replica=tmp_path / "copy.wq") as q:
+            q.put(1)
+            assert q.stats().replica_lag == 0
+        with weclaw.Queue(os.fsencode(path), readonly=True) as q:
+            assert q._store.verify() == []
+    shutil.rmtree(scratch(path))
+    with weclaw.Queue(path) as q:
+        assert drain(q) == [1, 1]
+    assert b"a\xff \xe4.wq" in os.listdir(os.fsencode(tmp_path))
+
+
 @pytest.mark.parametrize("what", ["fifo", "folder", "device", "link to a device"])
 def test_nothing_but_a_file_is_ever_replaced(tmp_path, what):
     """A backup or an export onto a pipe, a folder or a device is `StorageError`, which is as it
