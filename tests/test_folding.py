@@ -108,6 +108,16 @@ def test_who_only_puts_is_not_held_up_by_retention(open_queue, small_parts, monk
     assert [n for n, _ in drain(q)] == list(range(3000))
 
 
+def test_long_messages_are_given_back_as_they_are_settled(open_queue, small_parts):
+    """One of which each is more than a part is not taken for a lot that nobody has looked at."""
+    q = open_queue(segment_bytes=1 << 16, flush="os", retention_bytes=1 << 20)
+    engine = q._engine
+    for _ in range(40):
+        q.put(b"x" * 3 * small_parts)
+        q.get().ack()
+        assert engine.page.words[TAIL] - engine.log.head_offset < 3 << 20
+
+
 # Anew ---------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from ._rebuild import Last, fold_in_parts, seed
 from ._session import Appended, Session
 from ._shared import SharedPage
 from .errors import CorruptError, StorageError
-from .wal import TAIL, Log, Recovery
+from .wal import LAST_FRAME, TAIL, Log, Recovery
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -153,10 +153,11 @@ class Folding:
                 return
 
     def is_far_behind(self) -> bool:
-        """Whether, for all this process knows, it has to fold much to look at the index. That is
-        seen to in parts.
+        """Whether, for all this process knows, it has to fold much to look at the index: that is
+        done in parts. The last frame is not counted, however long: it may have been put just now,
+        and whoever gets it will look.
         """
-        return self.page.words[TAIL] - self.folded_to > _PART_BYTES
+        return self.page.words[LAST_FRAME] - self.folded_to > _PART_BYTES
 
     def _fold_part(self, session: Session) -> None:
         """Bring the index a part nearer to the log's tail, if there is room for it."""
