@@ -204,6 +204,52 @@ def test_what_recovery_folds_is_what_is_folded_after_it(path, tmp_path, monkeypa
         index.close()
 
 
+@pytest.mark.parametrize("kind", ["plain", "several topics", "with keys", "large", "few", "acks"])
+def test_frames_over_several_segments_are_folded_as_record_by_record(open_queue, tmp_path, kind):
+    """At one stroke or not: the index has the same rows."""
+    q = open_queue(segment_bytes=1 << 16, flush="os")
+    for n in range(40):
+        bodies = [[n, i, BODY] for i in range(100)]
+        if kind == "plain":
+            q.put_many(bodies)
+        elif kind == "several topics":
+            with q.transaction() as tx:
+                for i, body in enumerate(bodies):
+                    tx.put(body, topic="second" if i % 3 == 0 else "default")
+        elif kind == "with keys":
+            q.put_many(
+                [weclaw.Put(body, key=f"k{i % 2}" if i else None) for i, body in enumerate(bodies)]
+            )
+        elif kind == "large":
+            q.put(BODY * 200)
+        elif kind == "few":
+            q.put_many([BODY * 50, BODY * 30])
+        else:
+            q.put_many(bodies)
+            with q.transaction() as tx:
+                for msg in q.get_many(100):
+                    tx.ack(msg, result=BODY)
+    engine = q._engine
+    log, tail = engine.log, engine.page.words[TAIL]
+    frames = list(log.frames(0, tail))
+    assert sum(frame.end >> log.bits != frame.offset >> log.bits for frame in frames) > 8
+    found = []
+    for name in ("at once", "one by one"):
+        index = Index.open(tmp_path / name, create=True)
+        with engine._lock:
+            tx = index.write()
+            if name == "at once":
+                Anew(engine, index).fold_all(tx)
+            else:
+                for frame in frames:
+                    for offset, record in frame.records:
+                        tx.apply([(offset, frame.time_us, (record,))])
+            tx.commit(tail, 0)
+            found.append(rows(index))
+        index.close()
+    assert found[0] == found[1]
+
+
 # By several processes -----------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ _ACK: Final = Struct("<I12xQQ")
 _ONE_SIZE: Final = DELIVER_HEAD.size + DELIVER_ITEM.size
 _ACK_SIZE: Final = ACK_HEAD.size
 _NO_HEAD: Final = -2  # of no record
+_HEAD_BYTES: Final = 8  # of a record, that say what it is
 _FEW: Final = 4  # it doesn't pay to have anything at hand for so many
 _MOST_FRESH: Final = 50_000  # leases that are kept in memory, some 200 bytes each
 
@@ -72,9 +73,8 @@ class Many(Fold):
         try:
             for one in found:
                 if not isinstance(one, Stretch):
-                    _, end, time_us, _, _, records = one
-                    told = ((offset, time_us, (record,)) for offset, record in records)
-                    self.apply(told, is_all=False)
+                    end = one[1]
+                    self._fold_frame(one)
                     continue
                 end = one.end
                 self._fold_stretch(one)
@@ -173,6 +173,26 @@ class Many(Fold):
             self._level_queue(filling, size)
         if reading is not None:
             self._level_group(reading, spot - begun, settled, soonest)
+
+    def _fold_frame(self, frame: Frame) -> None:
+        """Fold a frame that goes over several segments. Those of `put_many` most often hold plain
+        messages of one queue, which are added to it at one stroke.
+        """
+        _, end, time_us, _, _, records = frame
+        told = [(offset, time_us, (record,)) for offset, record in records]
+        heads = {bytes(record[:_HEAD_BYTES]) for _, record in records}
+        first = heads.pop()
+        if heads or len(told) <= _FEW or len(first) < _HEAD_BYTES or first[0] != PUT:
+            self.apply(told, is_all=False)
+            return
+        self.apply(told[:1], is_all=False)
+        filling = self._filling(int.from_bytes(first, "little"), end)
+        if filling is None:
+            self.apply(told[1:], is_all=False)
+            return
+        near = filling.chunk.base
+        filling.chunk.deltas.extend([offset - near for offset, _ in records[1:]])
+        self._level_queue(filling, sum(ENVELOPE_BYTES + len(record) for _, record in records[1:]))
 
     def _filling(self, head: int, until: int) -> _Filling | None:
         """The queue that plain puts with that head go to, if more can simply be added to it."""
