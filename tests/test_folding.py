@@ -250,6 +250,27 @@ def test_frames_over_several_segments_are_folded_as_record_by_record(open_queue,
     assert found[0] == found[1]
 
 
+def test_the_end_of_a_frame_whose_beginning_is_given_back_holds_nothing(open_queue, tmp_path):
+    """What is left of a message over several segments is gone through, with no record in it."""
+    q = open_queue(segment_bytes=1 << 16, flush="os", retention=0)
+    engine = q._engine
+    for _ in range(8):
+        q.put(BODY * 500)
+        q.get().ack()
+        log = engine.log
+        frames = list(log.frames(log.head_offset, engine.page.words[TAIL]))
+        if frames and not frames[0].records:
+            break
+    else:
+        pytest.fail("no frame was given back in part")
+    index = Index.open(tmp_path / "anew", create=True)
+    with engine._lock:
+        tx = index.write()
+        assert tx.apply_many(frames[:1]) == frames[0].end
+        tx.abort()
+    index.close()
+
+
 # By several processes -----------------------------------------------------------------------------
 
 

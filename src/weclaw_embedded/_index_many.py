@@ -181,7 +181,8 @@ class Many(Fold):
         _, end, time_us, _, _, records = frame
         told = [(offset, time_us, (record,)) for offset, record in records]
         heads = {bytes(record[:_HEAD_BYTES]) for _, record in records}
-        first = heads.pop()
+        # None where all that begins in it stood in segments that are given back.
+        first = heads.pop() if heads else b""
         if heads or len(told) <= _FEW or len(first) < _HEAD_BYTES or first[0] != PUT:
             self.apply(told, is_all=False)
             return
