@@ -188,6 +188,7 @@ class Engine(
         self.others: list[tuple[int, bytes]] = []
         self._last_segment = self.page.words[LAST]
         self._upkeep_due = False
+        self._upkeeps_s: list[float] = []
         self._upkept_at = -1  # the last segment at the last upkeep that was due
         self._upkeepers: set[int] = set()  # threads that are at it
         self._room_lock = threading.Lock()

@@ -28,13 +28,17 @@ from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
 from ._records import LOST_RESULT
 from ._session import Session
-from ._upkeep import UPKEEP_S
+from ._upkeep import OFTEN_S, UPKEEP_S
 from .errors import CorruptError, DiskFullError
 from .wal import HEAD, LAST, RESERVE, RESERVE_EACH, TAIL, Log
 
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
 _STEPS: Final = 8
+# Where nobody waits for it: with what is written in a second by who puts messages of many MiB it
+# has to keep up, and each round has syncs at its end.
+_MANY_STEPS: Final = 64
+_MORE_S: Final = 0.01  # the pause after a round, where more can be freed
 _ROUNDS: Final = 4
 # What a delivery and its ack take in the log, about.
 _SETTLING_BYTES: Final = 160
@@ -65,7 +69,8 @@ def take_step(engine: Engine, force: bool) -> float | None:
     nothing that it may have is freed, not for a full disk either.
 
     Returns 0.0 when it was freed, so that another step may be worth it; the seconds until
-    retention, or the wait for the replica, lets go of it; None when that is not a matter of time.
+    retention, or the wait for the replica, lets go of it, or the index may be asked whether it
+    does; None when that is not a matter of time.
     """
     harmed = False
     for _ in range(_ROUNDS):
@@ -190,7 +195,8 @@ def _average(tx: Tx) -> int:
 def _retained_s(session: Session, segment: int, end: int) -> float | None:
     """How long retention still wants the settled messages of the segment: 0.0 no more, None as
     long as there is room. The index is asked only when it matters how much still lives, and when
-    it is not far behind: whoever only puts would have to fold all of that for it, in one go.
+    it is not far behind: whoever only puts would have to fold all of that for it, in one go. Then
+    it is asked again soon, when it may have followed.
     """
     age_s, size_bytes = session.option("retention"), session.option("retention_bytes")
     left_s = None
@@ -199,8 +205,10 @@ def _retained_s(session: Session, segment: int, end: int) -> float | None:
     if left_s == 0.0 or size_bytes is None:
         return left_s
     kept_after = session.log.pending_tail - end
-    if kept_after <= size_bytes or session.engine.is_far_behind():
+    if kept_after <= size_bytes:
         return left_s
+    if session.engine.is_far_behind():
+        return OFTEN_S if left_s is None else min(left_s, OFTEN_S)
     return left_s if kept_after <= size_bytes + session.tx.live_bytes() else 0.0
 
 
@@ -318,7 +326,7 @@ def maintain(engine: Engine, *, busy: bool = False, calm: bool = True) -> float 
     """
     wait_s: float | None = 0.0
     freed = 0
-    while freed < _STEPS and wait_s == 0.0:
+    while freed < (_STEPS if busy else _MANY_STEPS) and wait_s == 0.0:
         wait_s = take_step(engine, False)
         freed += wait_s == 0.0
     if freed:
@@ -328,6 +336,8 @@ def maintain(engine: Engine, *, busy: bool = False, calm: bool = True) -> float 
         _make_reusable(engine)
         engine.turn(_trim, keep)
     engine.fold_behind(busy=busy)
+    if wait_s == 0.0:
+        return _MORE_S
     return None if wait_s is None else max(wait_s, UPKEEP_S)
 
 

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
 
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
+# And how long where it was looked for before, and nothing is known to be over until later: as often
+# as that while messages are settled.
+OFTEN_S: Final = 1.0
 # How often, while a segment is filled, it is seen to that a full disk could be worked off: where
 # the disk is short, and where it has plenty.
 LOOKS: Final = 32
 _FEW_LOOKS: Final = 4
-_LAST_ROUNDS: Final = 64  # of upkeep when the file is closed, a few segments each
+_LAST_ROUNDS: Final = 8  # of upkeep when the file is closed
 
 
 def _keep_reserve(session: Session) -> None:
@@ -59,7 +62,8 @@ class Upkeep:
     turn: Callable[..., Any]
     _look_at: int
     _last_segment: int
-    _upkeep_due: bool
+    _upkeep_due: bool  # it is called soon
+    _upkeeps_s: list[float]  # when it is called (time.monotonic)
     _upkept_at: int
     _upkeepers: set[int]
     _room_lock: threading.Lock
@@ -127,9 +131,19 @@ class Upkeep:
                 self._room_maker = 0
 
     def _upkeep_soon(self) -> None:
-        if not self._upkeep_due:
+        self._upkeep_within(OFTEN_S if self._upkeeps_s else UPKEEP_S)
+
+    def _upkeep_within(self, wait_s: float) -> None:
+        """Have upkeep called after so long, unless it is called before that. One that is due in
+        two days, when retention is over, is no reason not to look when there is more to give back.
+        """
+        at_s = time.monotonic() + wait_s
+        if not any(due_s <= at_s for due_s in self._upkeeps_s):
+            # In this order: after Ctrl-C in between it is called once too often, and not never.
+            self.timer.call_at(at_s, self._upkeep)
+            self._upkeeps_s.append(at_s)
+        if wait_s <= OFTEN_S:
             self._upkeep_due = True
-            self.timer.call_at(time.monotonic() + UPKEEP_S, self._upkeep)
 
     def _upkeep(self, *, busy: bool = False) -> None:
         from ._reclaim import maintain
@@ -140,7 +154,9 @@ class Upkeep:
         last = self.page.words[LAST]
         calm = not busy and last == self._upkept_at
         if not busy:
-            self._upkeep_due = False
+            now_s = time.monotonic()
+            self._upkeeps_s = [due_s for due_s in self._upkeeps_s if due_s > now_s]
+            self._upkeep_due = any(due_s <= now_s + OFTEN_S for due_s in self._upkeeps_s)
             self._upkept_at = last
         # What it could not do now is done by the next call; a failure is in the shared page.
         with contextlib.suppress(StorageError, ClosedError):
@@ -151,9 +167,8 @@ class Upkeep:
                 )
             finally:
                 self._upkeepers.discard(me)
-            if wait_s is not None and not self._upkeep_due:
-                self._upkeep_due = True
-                self.timer.call_at(time.monotonic() + wait_s, self._upkeep)
+            if wait_s is not None:
+                self._upkeep_within(wait_s)
         if not (busy or calm or self.closed):
             self._upkeep_soon()  # to give back what is kept while segments begin
 

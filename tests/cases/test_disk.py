@@ -166,6 +166,39 @@ def test_case_19_put_and_acked_in_turn(path, open_queue):
     assert most < 6 * MIB
 
 
+def acked_in_turn(q):
+    for _ in range(20):
+        q.put(b"x" * 3 * MIB)
+        q.get(timeout=5).ack()
+
+
+def acked_after_all_were_put(q):
+    q.put_many([b"x" * 3 * MIB] * 20)
+    for _ in range(20):
+        q.get(timeout=5).ack()
+
+
+def acked_with_large_results(q):
+    for n in range(20):
+        q.put(n)
+        q.get(timeout=5).ack(b"x" * 3 * MIB)
+
+
+@pytest.mark.parametrize(
+    "work", [acked_in_turn, acked_after_all_were_put, acked_with_large_results]
+)
+@pytest.mark.parametrize("retention", [48 * 3600, None], ids=["48h", "None"])
+def test_case_19_large_messages_are_kept_within_retention_bytes(path, open_queue, work, retention):
+    """Case 19: also where a message is larger than a segment, while the file stays open and nobody
+    does anything more."""
+    q = open_queue(retention=retention, retention_bytes=8 * MIB, flush="os")
+    q.put("first")
+    q.get(timeout=5).ack()
+    time.sleep(0.3)  # so that it is known by then that nothing is over for long
+    work(q)
+    eventually(lambda: disk_bytes(path) < 20 * MIB, 30.0, "no more than is to be kept")
+
+
 def churn(q, rounds, batch, size=300):
     for _ in range(rounds):
         q.put_many([os.urandom(size) for _ in range(batch)])
