@@ -41,6 +41,7 @@ from .queue import Queue, check_many
 if TYPE_CHECKING:
     from ._message import Message
     from ._options import RetryPolicy
+    from ._store import Store
 
 T = TypeVar("T")
 # From here on bodies are encoded off the loop.
@@ -142,6 +143,11 @@ class AsyncQueue:
     def maxsize(self) -> int:
         """`put` waits while so many messages are ready or delayed; 0: no limit."""
         return self._queue.maxsize
+
+    @property
+    def store(self) -> Store:
+        """As `Queue.store`. Its methods block: call them in a thread."""
+        return self._queue.store
 
     # -- put -----------------------------------------------------------------------------------
 

@@ -415,7 +415,8 @@ class Durability:
     def _rescue(self) -> str:
         by_hand = f", or copy /proc/{os.getpid()}/fd/{self.log.fd}" if _HAS_PROC else ""
         return (
-            "keep it open, save it with the backup() of an open store, which still works"
+            "keep it open, save it with the backup() of its store (of a queue q: "
+            "q.store.backup(path)), which still works"
             f"{by_hand}; then close it in every process and open what was saved"
         )
 

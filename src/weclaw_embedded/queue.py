@@ -195,6 +195,13 @@ class Queue(Asking):
         if "start" in options.given and not store.readonly:
             self._run(_delivery.group_of, self._address)
 
+    @property
+    def store(self) -> Store:
+        """The open file this is a queue of, for its backup, verify, groups and the like. It is
+        closed with the queue, unless `Store.queue` made that.
+        """
+        return self._store
+
     def __repr__(self) -> str:
         return f"<Queue {self.topic!r}, group {self.group!r}, of {self._store.path}>"
 

@@ -80,6 +80,28 @@ def test_what_was_deleted_or_replaced_in_use_is_read_and_saved(path, tmp_path, h
             assert [msg.body for msg in q.peek(5)] == [2, "of the child"]
 
 
+def test_who_has_only_a_queue_saves_by_its_store(path, tmp_path):
+    """No other store can be opened then; the error says which one there is."""
+
+    async def save():
+        async with weclaw.AsyncQueue(path) as q:
+            assert await asyncio.to_thread(q.store.verify) == []
+            await asyncio.to_thread(q.store.backup, tmp_path / "by a task.wq")
+
+    with weclaw.Queue(path) as q:
+        q.put("kept")
+        asyncio.run(save())
+        path.unlink()
+        with pytest.raises(weclaw.StoreFailedError, match=r"q\.store\.backup\(path\)"):
+            q.put("too late")
+        q.store.backup(tmp_path / "saved.wq")
+    for name in ("saved.wq", "by a task.wq"):
+        with weclaw.Queue(tmp_path / name) as q:
+            assert [msg.body for msg in q.peek(5)] == ["kept"]
+    with weclaw.open(tmp_path / "saved.wq") as store:
+        assert store.queue().store is store
+
+
 def test_a_result_is_read_with_await_from_what_was_deleted(path):
     """As the other reading calls are, which are those of `Queue`."""
 
