@@ -43,7 +43,10 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                task = json.loads(line)
+                try:
+                    task = json.loads(line)
+                except ValueError as error:
+                    sys.exit(f"{path}, line {number}, is not JSON: {error}")
                 yield str(task.get("id", f"line {number}")), task
 
 

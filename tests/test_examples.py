@@ -187,6 +187,21 @@ def test_the_batch_makes_nothing_of_an_input_that_is_not_there(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_batch_says_which_line_is_no_json(tmp_path):
+    """Nobody is to look for it in a thousand lines."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": two}\n')
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "batch.py"), "in.jsonl", "out.jsonl"],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("in.jsonl, line 3, is not JSON: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_batch_goes_on_where_it_was_killed(tmp_path):
     """Killed three times, the batch answers every line, and asks hardly any question twice."""
     source, target, log = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "log"

@@ -240,7 +240,7 @@ def parse_ms(text: str) -> float:
 def parse_int(text: str) -> int:
     """A whole number."""
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        raise ValueError("is not a whole number")
+        raise ValueError("is not a whole number of at most 18 digits")
     return int(text)
 
 

@@ -275,14 +275,16 @@ class Handle:
         if on_dead is None:
             return
         for offset in offsets:
+            name = f"at offset {offset}"
             try:
                 try:
                     letter = self.dlq._at(offset)
                 except (KeyError, CorruptError):
                     continue  # somebody was quicker, and redrove or purged it
+                name = letter.id
                 on_dead(letter)
             except Exception:
-                logger.exception("on_dead failed for the message at offset %d", offset)
+                logger.exception("on_dead failed for message %s", name)
 
     def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
         engine.wait(waiter, until_s)

@@ -319,4 +319,6 @@ def _full(path: str | os.PathLike[str]) -> str:
     name = os.fsdecode(path)
     if not name:
         raise ValueError("the path is empty; nothing was opened or made; name a file")
+    if "\0" in name:
+        raise ValueError(f"{name!r} is no path; nothing was opened or made; name a file")
     return os.path.abspath(name)

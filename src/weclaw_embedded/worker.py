@@ -128,9 +128,9 @@ class Worker:
         self._threads = _Threads()
         self._in_a_row = 0
         self.done = 0
-        """Deliveries that ended well."""
+        """Deliveries whose handler returned, however it had settled them."""
         self.failed = 0
-        """Deliveries that failed."""
+        """Deliveries whose handler raised, or took too long."""
         self.pauses = 0
         """How often it paused the queue."""
 

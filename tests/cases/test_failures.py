@@ -193,6 +193,7 @@ def test_case_38_on_dead_may_raise(open_queue, caplog):
         eventually(lambda: called)
         eventually(lambda: "the pager is broken" in caplog.text)
     assert any(r.name.startswith("weclaw_embedded") for r in caplog.records)
+    assert f"on_dead failed for message {first}" in caplog.text
     assert [(x.id, x.reason, x.body) for x in called] == [(first, "blocked by policy", "x")]
     assert q.dlq.get(first).reason == "blocked by policy"
     msg = q.get()

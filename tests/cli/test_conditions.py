@@ -409,3 +409,36 @@ def test_a_full_standard_output_is_named_as_such(
         "weclawctl: standard output can't be written (No space left on device), so not all was"
     )
     assert done.stderr.count("\n") == 1
+
+
+def with_closed(streams: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """weclawctl as a shell runs it with some of the standard streams closed."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", *COMMAND, *map(str, words)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=environment(),
+        timeout=60,
+    )
+
+
+def test_with_a_standard_stream_closed(file: Path) -> None:
+    """What needs it says so in one line, and the queue's file never takes its place."""
+    with weclaw.Queue(file) as q:
+        q.put("first")
+    done = with_closed(">&-", "stats", file)
+    assert done.returncode == 1
+    assert done.stderr.startswith("weclawctl: standard output can't be written (Bad file")
+    assert done.stderr.count("\n") == 1
+    for verb in ("put", "replica"):
+        done = with_closed("<&-", verb, file)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert with_closed("<&-", "purge", file).returncode == 1  # nobody can be asked
+    done = with_closed("2>&-", "stats", file)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "default" in done.stdout
+    assert with_closed("<&- >&- 2>&-", "put", file, "second").returncode == 1  # it prints a line
+    with weclaw.Queue(file) as q:
+        assert q.store.verify() == []
+        assert [msg.body for msg in q.peek(5)] == ["first", "second"]

@@ -39,8 +39,9 @@ def test_top_counts_what_happens(file: Path) -> None:
         q.put_many(range(5))
         q.get(timeout=5).ack()
         looks = [json.loads(child.stdout.readline())["groups"][0] for _ in range(4)]
-        child.kill()
-        child.communicate()
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (0, "")  # as on a screen
     assert sum(look["puts_per_s"] for look in looks) > 0
     assert sum(look["settled_per_s"] for look in looks) > 0
     assert looks[-1]["settled"] == 1

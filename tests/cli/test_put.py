@@ -65,6 +65,9 @@ def test_the_line_of_a_record_of_csv_is_where_it_begins(
     assert err.startswith("weclawctl: line 4: ")
     _, _, err = ctl("put", file, "--input", source, "--id-field", "none")
     assert err.startswith("weclawctl: line 2: there is no field 'none'")
+    for body in ('{"id": [1]}', '{"id": null}'):
+        _, _, err = ctl("put", file, body, "--id-field", "id")
+        assert "the field 'id' is no text or number to take the id from" in err
 
 
 @pytest.mark.parametrize(

@@ -473,6 +473,7 @@ def test_errors_are_one_line_and_debug_shows_the_traceback(tmp_path: Path, ctl: 
         (("replay", "x.wq"), "--since"),
         (("work", "x.wq", "os:getcwd", "--concurrency", "0"), "--concurrency"),
         (("dlq", "redrive", "x.wq", "ID", "--readonly"), "--dry-run"),
+        (("dlq", "watch", "x.wq", "--exec", " "), "--exec names no command"),
     ],
     ids=str,
 )

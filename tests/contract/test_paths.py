@@ -47,6 +47,13 @@ def test_what_is_no_file_is_no_queue(tmp_path, what, name, options):
     assert (sorted(os.listdir(tmp_path)), path.lstat()) == before
 
 
+def test_a_path_that_can_not_be_one_is_refused():
+    """Before anything is looked at, in words of ours."""
+    for opener in (weclaw.Queue, weclaw.open):
+        with pytest.raises(ValueError, match="is no path; nothing was opened or made"):
+            opener("a\0b")
+
+
 def test_the_name_of_a_file_is_any_bytes(tmp_path):
     """Also what is no UTF-8: put, reopened, looked at, and kept a copy of."""
     path = os.path.join(tmp_path, os.fsdecode(b"a\xff \xe4.wq"))

@@ -37,8 +37,9 @@ def main(interrupt: Any = None) -> None:
         sys.exit(130)
     try:
         from weclaw_embedded.cli._app import run
-        from weclaw_embedded.cli._screen import open_output
+        from weclaw_embedded.cli._screen import open_output, stand_in_for_closed
 
+        stand_in_for_closed()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout = open_output(sys.stdout)
         # A terminal that can't show a sign gets its code, not an error in the middle of a line.

@@ -199,7 +199,7 @@ yes_option: Callable[[Command], Command] = click.option(
 
 def asks() -> bool:
     """Whether there is somebody who sees a question and can answer it."""
-    return sys.stdin.isatty() and sys.stderr.isatty()
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def ask(question: str, *, yes: bool) -> None:

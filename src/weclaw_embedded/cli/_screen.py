@@ -51,6 +51,7 @@ __all__ = [
     "say",
     "short",
     "size",
+    "stand_in_for_closed",
     "when",
 ]
 
@@ -67,6 +68,21 @@ class _Output(io.FileIO):
             raise  # whoever read it has seen enough
         except OSError as error:
             raise OutputError(error.errno, error.strerror) from error
+
+
+def stand_in_for_closed() -> None:
+    """Have something open in place of each standard stream that was closed: else the queue file is
+    opened under its number, to be read as input, or written to by whatever prints. Writing to a
+    standard output that was closed fails; who reads standard input looks whether it is None.
+    """
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_WRONLY)
+    if sys.stdout is None:
+        fd = os.open(os.devnull, os.O_RDONLY)
+        sys.stdout = os.fdopen(fd, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        fd = os.open(os.devnull, os.O_WRONLY)
+        sys.stderr = os.fdopen(fd, "w", encoding="utf-8", closefd=False)
 
 
 def open_output(stream: io.TextIOWrapper) -> io.TextIOWrapper:

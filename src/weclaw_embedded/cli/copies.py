@@ -24,8 +24,9 @@ def replica(file: str) -> int:
     Nobody starts this by hand: the process that has the other file open does, as its option
     replica=["ssh", "host", "weclawctl", "replica", "FILE"] says. It ends with its input.
     """
-    if sys.stdin.isatty():
-        raise click.UsageError("standard input is a terminal, not the stream of a queue")
+    if sys.stdin is None or sys.stdin.isatty():
+        what = "closed" if sys.stdin is None else "a terminal"
+        raise click.UsageError(f"standard input is {what}, not the stream of a queue")
     return copies.receive(file, sys.stdin.buffer, sys.stdout.buffer)
 
 

@@ -69,12 +69,13 @@ def top(
         if times is not None:
             looks = itertools.islice(looks, times)
         if not on_screen:
-            for look in looks:
-                if as_json:
-                    common.print_json(look, indent=None)
-                else:
-                    out = common.console()
-                    out.print(_picture(file, look, out.width, 10_000))
+            with contextlib.suppress(KeyboardInterrupt):
+                for look in looks:
+                    if as_json:
+                        common.print_json(look, indent=None)
+                    else:
+                        out = common.console()
+                        out.print(_picture(file, look, out.width, 10_000))
             return
         out = common.console()
         live = stack.enter_context(Live(console=out, screen=times is None, auto_refresh=False))

@@ -70,7 +70,7 @@ def put(
     """
     if bodies and source is not None:
         raise click.UsageError("give either bodies or --input, not both")
-    if not bodies and source is None and sys.stdin.isatty():
+    if not bodies and source is None and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("nothing to put: give a body, --input, or a pipe")
     if not text:
         _must_be_no_files(bodies)
@@ -318,6 +318,8 @@ def _field(body: Any, name: str | None, use: str) -> str | None:
         return None
     value = body.get(name) if isinstance(body, dict) else None
     if value is None or isinstance(value, (dict, list)):
+        if isinstance(body, dict) and name in body:
+            raise ValueError(f"the field {name!r} is no text or number to take the {use} from")
         raise ValueError(f"there is no field {name!r} to take the {use} from")
     return value if isinstance(value, str) else json.dumps(value)
 

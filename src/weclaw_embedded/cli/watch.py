@@ -83,6 +83,8 @@ def watch(
     there: after --retry-after, at the next start, or by the next --once. With --json, one object a
     line for each call, and what CMD prints goes to standard error.
     """
+    if not command.strip():
+        raise click.UsageError("--exec names no command")
     stop = _Stop()
     failed = 0
     try:
