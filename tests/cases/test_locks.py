@@ -109,7 +109,7 @@ def test_no_sync_is_made_under_the_write_lock(path, flush, limit):
         found, n_syncs, n_locks, n_put, n_done, n_full = child.hear()
         child.end()
     assert found == [], found[0]
-    assert n_syncs > 20
+    assert n_syncs > 10  # else little was tried; with "os" only giving back syncs, in long rounds
     assert n_locks > 1000
     assert n_done == n_put
     assert (n_full > 0) is (limit is not None)
