@@ -1,8 +1,8 @@
 """Giving space back: free the oldest segments, carrying up the few messages that still live there.
 
-Role: one step frees at most one segment; `Engine.maintain` takes a few at a time. It happens with
-no call from the user: when a segment is begun, soon after messages were settled, when the file is
-opened, and when a put finds no room.
+Role: one step frees at most one segment; `maintain` takes a few at a time, and more on the timer,
+where nobody waits for it. It happens with no call from the user: when a segment is begun, soon
+after messages were settled, when the file is opened, and when a put finds no room.
 
 Invariants:
 
