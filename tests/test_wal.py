@@ -49,6 +49,7 @@ from weclaw_embedded.wal import (
     SPARES,
     TAIL,
     WRITING,
+    Alike,
     Frame,
     Log,
     LogState,
@@ -194,10 +195,35 @@ def test_a_record_of_100_mb_is_one_record(tmp_path: Path) -> None:
         assert bodies(log)[-1] == b"after"
 
 
+@pytest.mark.parametrize("start", [b"", b"st", b"s" * 5000])
+@pytest.mark.parametrize("largest", [1, 700, 90_000, 300_000])
+def test_records_that_begin_alike_are_laid_out_as_if_they_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes, largest: int
+) -> None:
+    """Byte for byte, at the same offsets, be it one part, several segments, or large records."""
+    rng = random.Random(largest)
+    rests = [rng.randbytes(rng.randint(1, largest)) for _ in range(4 if largest > 700 else 300)]
+    for module in (wal, _appending):
+        monkeypatch.setattr(module, "new_salt", lambda: 7)
+    files = [create(tmp_path / name) for name in ("alike", "each")]
+    told = []
+    for file, records in zip(
+        files, (Alike(start, rests), [(start, rest) for rest in rests]), strict=True
+    ):
+        with opened(file) as (log, _):
+            put(log, b"first")
+            told.append(log.append(records, SYNC, 1000))
+            log.write()
+            assert bodies(log) == [b"first", *(start + rest for rest in rests)]
+    assert told[0] == told[1]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_what_has_no_records_or_no_bytes_is_refused(path: Path) -> None:
     """An empty frame or record is a ValueError and leaves nothing pending."""
     with opened(path) as (log, _):
-        for records in ([], [()], [(b"",)], [(b"a",), (b"",)]):
+        empty = Alike(b"", [b"a", b""])
+        for records in ([], [()], [(b"",)], [(b"a",), (b"",)], empty):
             with pytest.raises(ValueError):
                 log.append(records, SYNC, 1)
         log.write()

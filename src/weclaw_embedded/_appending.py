@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import TypeAlias
 from zlib import crc32
 
@@ -35,7 +34,7 @@ from ._format import (
     SlotHeader,
     pack_slot,
 )
-from ._layout import JOIN_BYTES, NO_BYTES, SMALL_BYTES, Layout, Record
+from ._layout import JOIN_BYTES, NO_BYTES, SMALL_BYTES, Layout, Record, bytes_of
 from ._reading import Reading
 from ._segments import (
     ANNOUNCED,
@@ -192,7 +191,7 @@ class Appending(Slots, Reading):
         self, records: Sequence[Record], policy: int, time_us: int, flags: int, spare: bool
     ) -> list[int]:
         """Append what isn't one small record: several, flagged ones, or more than fits here."""
-        payload = sum(map(len, chain.from_iterable(records))) + ENVELOPE_BYTES * len(records)
+        payload = bytes_of(records) + ENVELOPE_BYTES * len(records)
         if not payload:
             raise ValueError(NO_BYTES)
         if payload > MAX_FRAME_BYTES:

@@ -13,9 +13,9 @@ It knows nothing of the file: it begins segments by asking the log, and writes n
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, repeat
+from typing import TYPE_CHECKING, TypeAlias, overload
 from zlib import crc32
 
 from . import _files
@@ -40,6 +40,41 @@ Record: TypeAlias = Sequence[_files.Bytes]  # one after the other they are the r
 JOIN_BYTES = 1 << 20  # up to here one copy is cheaper than handing over many buffers
 SMALL_BYTES = 64 << 10  # up to here one copy more, also made in vain, is not worth a look
 NO_BYTES = "a frame needs records, and a record needs bytes"
+
+
+class Alike(Sequence[tuple[bytes, bytes]]):
+    """Records that begin with the same bytes, each with a rest of its own: put_many's, which are
+    laid out in steps over all of them.
+    """
+
+    __slots__ = ("lengths", "rests", "start")
+
+    def __init__(self, start: bytes, rests: Sequence[bytes]) -> None:
+        self.start = start
+        self.rests = rests
+        self.lengths = [*map(len(start).__add__, map(len, rests))]
+
+    def __len__(self) -> int:
+        return len(self.rests)
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        return zip(repeat(self.start), self.rests, strict=False)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[bytes, bytes]: ...
+    @overload
+    def __getitem__(self, at: slice) -> Alike: ...
+    def __getitem__(self, at: int | slice) -> tuple[bytes, bytes] | Alike:
+        if isinstance(at, slice):
+            return Alike(self.start, self.rests[at])
+        return (self.start, self.rests[at])
+
+
+def bytes_of(records: Sequence[Record]) -> int:
+    """How many bytes the records have together."""
+    if isinstance(records, Alike):
+        return sum(records.lengths)
+    return sum(map(len, chain.from_iterable(records)))
 
 
 class Layout:
@@ -72,8 +107,12 @@ class Layout:
         """`place`, in steps over as many as fit into the part, each of them one call, with pieces
         joined: put_many lives here.
         """
-        bodies = [*map(b"".join, records)]
-        lengths = [*map(len, bodies)]
+        if isinstance(records, Alike):
+            start, bodies, lengths = records.start, records.rests, records.lengths
+        else:
+            start, bodies = b"", [*map(b"".join, records)]
+            lengths = [*map(len, bodies)]
+        each = 3 if start else 2  # pieces of a record: its envelope, the start, the rest
         if not all(lengths):
             raise ValueError(NO_BYTES)
         # Where each begins in this part, and the last one ends, if all of them fit.
@@ -87,15 +126,15 @@ class Layout:
                 places = starts[done:fit]
                 if moved:  # in a later part
                     places = [*map(moved.__add__, places)]
-                pieces: list[_files.Bytes] = [b""] * (2 * len(places))
-                pieces[::2] = map(ENVELOPE.pack, lengths[done:fit], places)
-                pieces[1::2] = bodies[done:fit]
+                pieces: list[_files.Bytes] = [start] * (each * len(places))
+                pieces[::each] = map(ENVELOPE.pack, lengths[done:fit], places)
+                pieces[each - 1 :: each] = bodies[done:fit]
                 self.pieces += pieces
                 self.n += starts[fit] - starts[done]
                 offsets += map(self.begin.__add__, places)
                 done = fit
             if done < len(bodies):
-                offsets.append(self._add([bodies[done]]))
+                offsets.append(self._add((start, bodies[done])))
                 done += 1
         return offsets
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Final
 
 from . import _clock, _records
@@ -32,6 +32,7 @@ from ._shared import EVERYBODY, OPTIONS_SEQ, mask_of
 from ._taking import sweep
 from ._wake import Waiter
 from .errors import Full, LeaseLostError, MessageTooLargeError
+from .wal import Alike, bytes_of
 
 MAX_PUT_MANY_BYTES: Final = 1 << 30
 _SKEW_NOTED_US: Final = 1_000_000
@@ -101,8 +102,8 @@ def put(
             if maxsize > 0:
                 n = sum(len(bodies) for bodies, _ in fresh)
                 _check_room(session, address, n, maxsize, tell_dead)
-            records += _put_records(session, tid, fresh)
-            offsets = _append_puts(session, records, policy)
+            puts = _put_records(session, tid, fresh)
+            offsets = _append_puts(session, [*records, *puts] if first else puts, policy)
         except NoRoom:
             if waiter is not None:
                 wait_settled(session, -1, waiter)
@@ -144,7 +145,9 @@ def _without_known(
     return fresh, ids
 
 
-def _put_records(session: Session, tid: int, messages: Sequence[Encoded]) -> list[_records.Record]:
+def _put_records(
+    session: Session, tid: int, messages: Sequence[Encoded]
+) -> Sequence[_records.Record]:
     """The records of messages; has as many getters woken. All but the body is the same in those
     that stand together.
     """
@@ -165,8 +168,10 @@ def _put_records(session: Session, tid: int, messages: Sequence[Encoded]) -> lis
             start = _records.pack_put(terms.priority, terms.codec, tid, meta, b"")[:-1]
         if n == 1:
             records.append((*start, bodies[0]))
+        elif len(messages) == 1:
+            return Alike(b"".join(start), bodies)
         else:
-            records += zip(*map(repeat, start), bodies, strict=False)
+            records += Alike(b"".join(start), bodies)
     return records
 
 
@@ -215,7 +220,7 @@ def _check_room(
         )
 
 
-def _append_puts(session: Session, records: list[_records.Record], policy: int) -> list[int]:
+def _append_puts(session: Session, records: Sequence[_records.Record], policy: int) -> list[int]:
     engine = session.engine
     if engine.options_seen != session.page.words[OPTIONS_SEQ]:
         session.options()
@@ -225,9 +230,9 @@ def _append_puts(session: Session, records: list[_records.Record], policy: int) 
     return session.append(records, policy, True)
 
 
-def _check_bytes(session: Session, records: list[_records.Record], limit: int) -> None:
+def _check_bytes(session: Session, records: Sequence[_records.Record], limit: int) -> None:
     log = session.log
-    total = sum(len(piece) for record in records for piece in record) + 64 * len(records)
+    total = bytes_of(records) + 64 * len(records)
     grown = log.bytes_with(total, log.room)
     if grown <= limit:
         return

@@ -43,7 +43,7 @@ from ._format import (
     pack_slot,
     unpack_header,
 )
-from ._layout import Record
+from ._layout import Alike, Record, bytes_of
 from ._log_end import Follow, Recovery, last_checkpoint, verify
 from ._lost_end import SEGMENT_LABELLED
 from ._recovery import heal, recover
@@ -83,12 +83,14 @@ __all__ = [
     "TAIL",
     "WORDS",
     "WRITING",
+    "Alike",
     "Frame",
     "Log",
     "LogState",
     "OnDamage",
     "Record",
     "Recovery",
+    "bytes_of",
     "new_salt",
     "read_file_header",
 ]
