@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from common import Floor, Yardstick, make_message, p50_us, rate_of, take_turns
-from processors import apart
+from processors import Apart
 from program import Run, parser, report, running, slow_sync_of_this_run, surroundings
 from table import Row, at_least, at_most, figure, rate_row
 
@@ -81,17 +81,17 @@ def bench_tasks(run: Run) -> Iterator[Row]:
     def floor_rate() -> float:
         return 1e6 / p50_us(floor.put, run.slice_s / 2)
 
-    before = apart()
+    apart = Apart()
     samples = take_turns(
         run.calm,
         run.rounds,
         {
             "floor": floor_rate,
             "yardstick": lambda: rate_of(put_yardstick, run.slice_s),
-            "ours": lambda: _run_with_queue(path, "put", 2 * run.slice_s),
+            "ours": apart.beside(lambda: _run_with_queue(path, "put", 2 * run.slice_s)),
         },
     )
-    note = f"Y with one thread; processors {before}, then {apart()} apart"
+    note = f"Y with one thread; {apart}"
     row = rate_row(f"{_TASKS} tasks putting", samples, at_least(14, "yardstick"), note)
     shares = [ours / (_TASKS * each) for ours, each in _pairs(samples)]
     yield row

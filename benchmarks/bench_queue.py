@@ -37,7 +37,7 @@ from common import (
 )
 from crew import through_processes
 from peers import ByHand, Ours
-from processors import apart
+from processors import Apart
 from program import Run, parser, report, running, surroundings
 from table import Row, Target, at_least, at_most, figure, latency_row, rate_row
 
@@ -185,15 +185,15 @@ def bench_processes(run: Run) -> Iterator[Row]:
 
 
 def bench_threads(run: Run) -> Iterator[Row]:
+    apart = Apart()
     with Trio(run) as trio:
         contenders = {
             "floor": lambda: trio.floor_rate(run.slice_s / 2),
             "yardstick": lambda: rate_of(_putter(trio.yardstick.put), run.slice_s),
-            "ours": lambda: rate_of_threads(trio.queue.put, 8, 2 * run.slice_s),
+            "ours": apart.beside(lambda: rate_of_threads(trio.queue.put, 8, 2 * run.slice_s)),
         }
-        before = apart()
         samples = take_turns(run.calm, run.rounds, contenders)
-    note = f"Y with one thread; processors {before}, then {apart()} apart"
+    note = f"Y with one thread; {apart}"
     yield rate_row("8 threads putting", samples, at_least(3, "yardstick"), note)
 
 
