@@ -172,7 +172,30 @@ class Content(Told):
         return self._decoded(codec)
 
 
-class Message(Told):
+class Bodied(Told):
+    """What a message and a dead letter have in common for whoever reads the body."""
+
+    __slots__ = ()
+
+    @property
+    def body(self) -> Any:
+        """The body, equal to what was put. Raises `SerializationError`."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: Any) -> Any:
+        """`msg["prompt"]` is `msg.body["prompt"]`."""
+        return self.body[key]
+
+    def __contains__(self, key: Any) -> bool:
+        """`"prompt" in msg` is `"prompt" in msg.body`."""
+        return key in self.body
+
+    def __iter__(self) -> NoReturn:
+        # Else Python asks for [0], [1] and so on, and a dict of a body answers with KeyError: 0.
+        raise TypeError(f"{self!r} can't be iterated; nothing was changed; iterate its .body")
+
+
+class Message(Bodied):
     """One delivery of one message, leased to this process.
 
     Any thread may read it and settle it; the first settling wins. `ack`, `nack` and `fail` return
@@ -203,10 +226,6 @@ class Message(Told):
         message can be settled all the same.
         """
         return self._decoded(self._queue._codec)
-
-    def __getitem__(self, key: Any) -> Any:
-        """`msg["prompt"]` is `msg.body["prompt"]`."""
-        return self.body[key]
 
     @property
     def topic(self) -> str:

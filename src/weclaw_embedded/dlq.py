@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import _delivery, _names, _records
 from ._jsonable import dumps, jsonable
-from ._message import Content, Told, to_datetime
+from ._message import Bodied, Content, to_datetime
 from ._options import check_count
 from ._queries import is_dead
 from ._records import META_TTL_US
@@ -64,7 +64,7 @@ class Failure(NamedTuple):
     consumer: str
 
 
-class DeadLetter(Told):
+class DeadLetter(Bodied):
     """A message that was given up, with its history. A value: it does not follow later changes."""
 
     __slots__ = ("_codec", "_died_us", "_failures", "_row", "group", "reason", "topic")

@@ -20,6 +20,42 @@ from weclaw_embedded import _clock, _waiting, aio, threads
 UTC = datetime.timezone.utc
 
 
+def test_in_asks_the_body_and_nothing_iterates_it(open_queue):
+    """`msg[...]` and `in` ask the body of every kind of message and of a letter; none of them is
+    iterated by accident.
+    """
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=0))
+    q.put({"prompt": "x"})
+
+    async def taken():
+        async with weclaw.AsyncQueue(q.store.path) as waiting:
+            msg = await waiting.get()
+            check(msg)
+            await msg.release()
+
+    def check(one):
+        assert one["prompt"] == "x"
+        assert "prompt" in one
+        assert "missing" not in one
+        assert 0 not in one
+        with pytest.raises(TypeError, match=rf"{one.id} .*can't be .*its \.body"):
+            list(one)
+
+    check(q.peek()[0])
+    asyncio.run(taken())
+    msg = q.get(block=False)
+    check(msg)
+    msg.fail()
+    check(q.dlq.peek()[0])
+    with pytest.raises(weclaw.DeadLetterError) as error:
+        q.result(msg.id)
+    check(error.value.letter)
+
+    q.put(5)
+    with pytest.raises(TypeError):
+        assert 0 in q.peek()[0]  # of a body in which nothing can be, as Python says it
+
+
 def test_what_a_message_tells(open_queue):
     """A message tells all that the contract names."""
     q = open_queue("jobs", visibility_timeout=30.0)
