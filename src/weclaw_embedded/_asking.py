@@ -83,13 +83,13 @@ class Asking(Handle):
                     continue
                 except LookupError:
                     if found.ack_at == before:
-                        raise KeyError(id) from None
+                        raise self._unknown(id) from None
                     before = found.ack_at  # carried up, and its segment freed, since we looked
                     continue
             if found.state == "dead":
                 raise DeadLetterError(self.dlq._at(found.offset))
             if found.state == "unknown":
-                raise KeyError(id)
+                raise self._unknown(id)
             if waiter is None or (until_s is not None and time.monotonic() >= until_s):
                 if waiter is not None:
                     engine.waker.discard(waiter)

@@ -328,7 +328,7 @@ class AsyncQueue:
             return queue._result_at(queue._engine, found.ack_at)
         if found.state == "dead":
             raise DeadLetterError(queue.dlq._at(found.offset))
-        raise KeyError(id)
+        raise queue._unknown(id)
 
     async def status(self, id: str) -> str:
         """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""

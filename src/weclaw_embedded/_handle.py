@@ -270,6 +270,14 @@ class Handle:
             engine.tell_damage(place, reason)
         return CorruptError(offset, reason)
 
+    def _unknown(self, id: str) -> KeyError:
+        """Why there is no result to wait for."""
+        return KeyError(
+            f"message {id!r} is not known in topic {self.topic!r}, or not any more: it was never "
+            "put there, was cancelled or purged, or its retention is over; nothing was changed; "
+            "check the id and the topic, or ask sooner"
+        )
+
     def _tell_dead(self, offsets: Iterable[int]) -> None:
         on_dead = self._options.on_dead
         if on_dead is None:

@@ -183,8 +183,16 @@ class DeadLetterQueue:
 
         offset = queue._look(find)
         if offset is None:
-            raise KeyError(id)
+            raise self._no_letter(f"{id!r}")
         return self._at(offset)
+
+    def _no_letter(self, which: str) -> KeyError:
+        topic, group = self._queue.topic, self._queue.group
+        return KeyError(
+            f"there is no dead letter {which} in topic {topic!r}, group {group!r}, or not any "
+            "more: it was redriven or purged, or never died there; nothing was changed; `status` "
+            "of the queue says where a message is"
+        )
 
     def _at(self, offset: int) -> DeadLetter:
         """The letter at an offset. Raises as `get` does."""
@@ -193,7 +201,7 @@ class DeadLetterQueue:
         if damage and damage[0].offset == offset:
             raise damage[0]
         if not found or found[0].offset != offset:
-            raise KeyError(offset)
+            raise self._no_letter(f"at offset {offset}")
         return found[0]
 
     def _load(

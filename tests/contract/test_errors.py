@@ -119,8 +119,20 @@ def test_messages_name_the_file_or_the_number(tmp_path, path, open_queue):
     msg.ack()
     with pytest.raises(weclaw.LeaseLostError, match=rf"{task}|offset {msg.offset}\b"):
         msg.ack()
-    with pytest.raises(KeyError, match="who knows"):
-        q.result("who knows")
+    for ask in (q.result, lambda one: q.result(one, timeout=0.1), asked_by_a_task(path)):
+        with pytest.raises(KeyError, match=r"'who knows' .*topic 'default'.*nothing was changed"):
+            ask("who knows")
+    for ask in (q.dlq.get, asked_by_a_task(path, lambda q: q.dlq.get)):
+        with pytest.raises(KeyError, match=r"no dead letter 'who knows' .*nothing was changed"):
+            ask("who knows")
+
+
+def asked_by_a_task(path, of=lambda q: q.result):
+    async def ask(one):
+        async with weclaw.AsyncQueue(path) as q:
+            await of(q)(one)
+
+    return lambda one: asyncio.run(ask(one))
 
 
 def test_all_is_sorted_and_holds():
