@@ -689,6 +689,32 @@ def test_a_group_that_has_not_begun_does_not_stand_still(
     assert "stands still" in ctl("stats", file)[1]
 
 
+def test_a_group_named_of_a_topic_that_none_has_read_is_said_to_be_new(
+    file: Path, ctl: Any
+) -> None:
+    """Any name would do there, a misspelt one too: what it would get is shown, and said to be."""
+    with weclaw.Queue(file) as q:
+        q.put_many([1, 2])
+    named = [file, "--group", "nope"]
+    for verb in ("stats", "stats --json", "peek", "results", "dlq list", "top"):
+        status, _, err = ctl(*verb.split(), *named)
+        assert status == 0, verb
+        assert "yet; group 'nope' would get all of it" in err, verb
+        assert ctl(*verb.split(), file)[2] == "", verb
+    new = "group 'nope' has not begun; this is what it would get"
+    assert new in ctl("stats", *named)[1]
+    status, out, _ = ctl("health", *named)
+    assert (status, out.count("!!  named default/nope: has not begun")) == (0, 1)
+    assert "!!" not in ctl("health", file)[1]
+    with weclaw.Queue(file, group="nope") as q:
+        q.get(timeout=5).ack()
+    for verb in ("stats", "peek", "top"):
+        status, out, err = ctl(verb, *named)
+        assert (status, err) == (0, ""), verb
+        assert "begun" not in out, verb
+    assert "begun" not in ctl("health", *named)[1]
+
+
 def test_what_is_in_hand_is_shown_with_its_body(file: Path, ctl: Any) -> None:
     with weclaw.Queue(file) as q:
         q.put({"prompt": "never ends"})

@@ -54,6 +54,7 @@ __all__ = [
     "group_option",
     "holders",
     "in_one_line",
+    "is_read",
     "is_there",
     "json_option",
     "jsonable",
@@ -371,6 +372,11 @@ def missing(store: weclaw.Store, topic: str | None, group: str | None) -> str | 
     return plain(f"there is no group {group!r} in {where}; {_listed('group', groups)}")
 
 
+def is_read(store: weclaw.Store, topic: str | None) -> bool:
+    """Whether any group of the topic (None: of any) has begun."""
+    return any(topic in (None, one.topic) for one in store.groups())
+
+
 def _listed(noun: str, names: Sequence[str]) -> str:
     if not names:
         return f"it has no {noun}s yet"
@@ -390,10 +396,15 @@ def look_there(
     store: weclaw.Store, topic: str | None, group: str | None, *, may_begin: bool = False
 ) -> None:
     """The same for looking: a name that was typed must be there; of a default that is not, and with
-    `may_begin` of a group that has not begun (it is shown what it would get), a line tells.
+    `may_begin` of a group that has not begun (it is shown what it would get), a line tells. It
+    tells of a typed group, too, where any name would do: it may be misspelt all the same.
     """
     wrong = missing(store, topic, group)
     if wrong is None:
+        if group is not None and told("group") and not is_read(store, topic):
+            where = "this file" if topic is None else f"topic {topic!r}"
+            first = f"no group has read {where} yet; group {group!r} would get all of it"
+            say(plain(f"weclawctl: {first}"))
         return
     of_topic = missing(store, topic, None) is not None
     typed = told("topic") if of_topic else told("group") and not may_begin

@@ -17,6 +17,7 @@ __all__ = ["COMMANDS"]
 
 # Ready for so long with nobody working: a group that stands still.
 _STILL_S = 60.0
+_NOT_BEGUN = "has not begun; this is what it would get"
 
 
 @click.command()
@@ -78,8 +79,10 @@ def _show_places(
         place = common.plain(f"topic {one.topic!r}, group {one.group!r}")
         if one.paused:
             click.echo(f"{place} is {common.plain(one.pause)}\n'weclawctl resume' ends it")
-        elif (one.topic, one.group) not in begun and any(one.topic == name for name, _ in begun):
-            click.echo(f"{place} has not begun; this is what it would get")
+        elif (one.topic, one.group) not in begun and (
+            common.told("group") or any(one.topic == name for name, _ in begun)
+        ):
+            click.echo(f"{place} {_NOT_BEGUN}")
         elif _stands_still(found):
             click.echo(f"{place} stands still: {found['ready']} ready, none in hand")
         if found["consumers"]:
@@ -140,12 +143,14 @@ def health(
     """
     checks = _Checks()
     counts: list[tuple[common.Place, weclaw.Stats]] = []
+    begun: set[tuple[str, str]] = set()
     try:
         with common.looking(file, readonly=readonly) as store:
             wrong = common.missing(store, topic, group)
             other = _survey.replica_of(store)
             unprotected = other is None and _survey.lost_its_replica(store)
             if wrong is None:
+                begun = {(one.topic, one.group) for one in store.groups()}
                 counts = [
                     (place, common.queue_of(store, place.topic, place.group).stats())
                     for place in common.places(store, topic, group)
@@ -161,6 +166,8 @@ def health(
         checks.nodes(file, other)
         checks.file(first, max_lag, unprotected=unprotected)
     for place, found in counts:
+        if group is not None and (place.topic, place.group) not in begun:
+            checks.add("named", _NOT_BEGUN, warn=True, topic=place.topic, group=place.group)
         checks.group(place, found, max_backlog, max_age, max_dead)
 
     ok = all(one["ok"] for one in checks.found)
