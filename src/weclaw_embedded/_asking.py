@@ -7,9 +7,11 @@ of `_queries`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from . import _delivery, _queries, _taking, _values
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
     from ._index import Row
     from .queue import Queue
 
+logger = logging.getLogger("weclaw_embedded")
+
+# Messages that a warning names.
+_NAMED: Final = 10
 _REPLAY_BATCH: Final = 50_000
 # So far apart is told how far a replay has read.
 _REPLAY_TOLD_BYTES: Final = 1 << 20
@@ -261,7 +267,8 @@ class Asking(Handle):
 
         Exactly one of: `offset` (all from there; "earliest": all that is kept), `since` (all put
         from then on, aware), `ids`. Their retries begin anew and their old results are gone; dead
-        letters stay, cancelled and purged ones are gone.
+        letters stay, cancelled and purged ones are gone. Of the `ids` those that can't be read are
+        passed over, and a warning in the log says which.
 
         Raises `OffsetTrimmedError`, which carries the first offset still kept.
         """
@@ -300,26 +307,26 @@ class Asking(Handle):
         return self._replay_from(engine, start, since_us, seen)
 
     def _replay_ids(self, ids: list[str]) -> int:
-        def choose(session: Session) -> int:
-            topic = session.tx.topic(self.topic)
-            if topic is None:
-                return 0
-            chosen = []
-            for one in dict.fromkeys(ids):
-                offset = _delivery.find(session, topic.tid, one)
-                if offset is None:
-                    continue
-                try:
-                    record, _ = session.engine.put_and_time(_delivery.place(session, offset)[0])
-                except LookupError:  # damaged, and repair has written over it
-                    continue
-                candidate = _queries.candidate(offset, record, topic.tid, key_hash)
-                if candidate is not None:
-                    chosen.append(candidate)
-            chosen.sort()
-            return _queries.replay(session, self._address, chosen, self._policy)
-
-        return self._change(choose)
+        """What can't be read is passed over, once a replica was asked for it."""
+        wanted = list(dict.fromkeys(ids))
+        damage: dict[str, int] = {}
+        choose = _queries.replay_ids
+        done = self._change(choose, self._address, wanted, self._policy, damage, False)
+        if done is None:
+            met, damage = damage, {}
+            for location in met.values():
+                self._is_healed(location)
+            # It is not set aside: it is in nobody's way, and its result may still be asked for.
+            done = self._change(choose, self._address, wanted, self._policy, damage, True)
+        if damage:
+            named = ", ".join(map(repr, islice(damage, _NAMED)))
+            logger.warning(
+                "%s: %d messages can't be read and were not replayed, %s",
+                self._store.path,
+                len(damage),
+                named + (", …" if len(damage) > _NAMED else ""),
+            )
+        return cast(int, done)
 
     def _replay_from(
         self,

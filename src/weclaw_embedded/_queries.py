@@ -17,7 +17,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from . import _clock, _delivery, _records, _taking
 from ._delivery import Address, place
 from ._index import GroupState
-from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD, STATE_LEASED
+from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD, STATE_LEASED, key_hash
 from ._session import SYNC, Session
 from ._shared import LEASES_SEQ, mask_of
 from ._wake import Waiter
@@ -378,3 +378,40 @@ def replay(session: Session, address: Address, candidates: list[Candidate], poli
         session.must_sync |= policy >= SYNC
         session.ready |= mask_of(group.tid)
     return len(items)
+
+
+def replay_ids(
+    session: Session,
+    address: Address,
+    ids: list[str],
+    policy: int,
+    damage: dict[str, int],
+    passes_over: bool,
+) -> int | None:
+    """`replay` of the messages with these ids. Those that can't be read are added to `damage`, with
+    where their records stand, and unless it `passes_over` them nothing is written then, and None
+    returned.
+    """
+    topic = session.tx.topic(address.topic)
+    if topic is None:
+        return 0
+    chosen = []
+    for id in ids:
+        location: int | None = None
+        try:
+            offset = _delivery.find_sound(session, topic.tid, id)
+            if offset is None:
+                continue
+            location = _delivery.place(session, offset)[0]
+            record, _ = session.engine.put_and_time(location)
+        except LookupError:  # damaged, and repair has written over it
+            continue
+        except CorruptError as error:
+            damage[id] = error.offset if location is None else location
+            continue
+        one = candidate(offset, record, topic.tid, key_hash)
+        if one is not None:
+            chosen.append(one)
+    if damage and not passes_over:
+        return None
+    return replay(session, address, sorted(chosen), policy)

@@ -27,7 +27,7 @@ from ._shared import mask_of
 from .errors import CorruptError, StorageError
 
 if TYPE_CHECKING:
-    from ._index import Row
+    from ._index import GroupState, Row
     from ._session import Session
     from .queue import Queue
 
@@ -237,8 +237,17 @@ class DeadLetterQueue:
 
         A redriven message keeps its id and history, has its retries and crashes anew, a `ttl`
         counted from now, and goes to the end of the queue and of its key. Ids that are no letters
-        are passed over.
+        are passed over; so are letters that can't be read, and a warning in the log says which.
         """
+        damage: list[CorruptError] = []
+        done = self._redrive(ids, limit, damage)
+        self._tell(damage, "were not redriven")
+        return done
+
+    def _redrive(
+        self, ids: Iterable[str] | None, limit: int | None, damage: list[CorruptError]
+    ) -> int:
+        """`redrive`; what can't be read is added to `damage`, with the offset of the letter."""
         wanted = _as_ids(ids)
         if limit is not None:
             limit = check_count("limit", limit, 0)
@@ -251,7 +260,8 @@ class DeadLetterQueue:
             batch = self._offsets(wanted, room, after)
             if not batch:
                 break
-            ttls = {offset: self._ttl_us(offset) for offset in batch}
+            known = ((offset, self._ttl_us(offset, damage)) for offset in batch)
+            ttls = {offset: ttl for offset, ttl in known if ttl is not None}
 
             def redrive(session: Session, ttls: dict[int, int] = ttls) -> int:
                 group = _delivery.group_of(session, queue._address)
@@ -274,11 +284,27 @@ class DeadLetterQueue:
             after = batch[-1]
         return done
 
-    def _ttl_us(self, offset: int) -> int:
+    def _ttl_us(self, offset: int, damage: list[CorruptError]) -> int | None:
+        """What a letter was given; None when it can't be read."""
         try:
             return int(self._at(offset)._meta.get(META_TTL_US, 0))
-        except (KeyError, CorruptError):
-            return 0
+        except KeyError:
+            return None  # somebody was quicker
+        except CorruptError as error:
+            damage.append(error)
+            return None
+
+    def _tell(self, damage: list[CorruptError], how: str) -> None:
+        """Say in the log which letters can't be read, and what became of them."""
+        if damage:
+            at = ", ".join(str(one.offset) for one in damage[:_NAMED])
+            logger.warning(
+                "%s: %d dead letters can't be read and %s, those at offset %s",
+                self._queue._store.path,
+                len(damage),
+                how,
+                at + (", …" if len(damage) > _NAMED else ""),
+            )
 
     def _offsets(self, wanted: list[str] | None, n: int, after: int | None) -> list[int]:
         queue = self._queue
@@ -289,7 +315,7 @@ class DeadLetterQueue:
                 return []
             if wanted is None:
                 return [row[0] for row in islice(session.tx.dead(group.gid, after), n)]
-            found = dict.fromkeys(queue._find(session, one) for one in wanted)
+            found = dict.fromkeys(self._find(session, group, one) for one in wanted)
             return [
                 offset
                 for offset in found
@@ -297,6 +323,13 @@ class DeadLetterQueue:
             ][:n]
 
         return queue._look(look)
+
+    def _find(self, session: Session, group: GroupState, id: str) -> int | None:
+        """Where the letter with this id is, if it is one, though it may be damaged."""
+        try:
+            return _delivery.find_sound(session, group.tid, id)
+        except CorruptError as error:
+            return error.offset
 
     def purge(self, ids: Iterable[str] | None = None) -> int:
         """Throw letters away for good: these, or all. Returns how many; their ids are free."""
@@ -340,15 +373,7 @@ class DeadLetterQueue:
         damage: list[CorruptError] = []
         letters = self._letters(damage)
         done = write_letters(letters, path, format, self._queue._store.path)
-        if damage:
-            at = ", ".join(str(one.offset) for one in damage[:_NAMED])
-            logger.warning(
-                "%s: %d dead letters can't be read and were left out of %s, those at offset %s",
-                self._queue._store.path,
-                len(damage),
-                os.fsdecode(path),
-                at + (", …" if len(damage) > _NAMED else ""),
-            )
+        self._tell(damage, f"were left out of {os.fsdecode(path)}")
         return done
 
 

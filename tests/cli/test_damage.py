@@ -93,3 +93,45 @@ def test_a_result_that_is_damaged_hides_no_other(
     status, out, _ = ctl(*words)
     assert status == 1
     assert "damage at" in " ".join(out.split())
+
+
+@pytest.fixture
+def four(file: Path) -> tuple[Path, list[str]]:
+    """Four dead letters, the second of them damaged, and their ids."""
+    with weclaw.Queue(file) as q:
+        ids = [q.put({"pad": f"{n}" * 2000}, id=f"task {n}") for n in range(4)]
+        for _ in ids:
+            q.get(timeout=5).fail("it did not fit")
+    data = bytearray(file.read_bytes())
+    data[data.index(b"1" * 2000) + 900] ^= 0xFF
+    file.write_bytes(data)
+    return file, ids
+
+
+@pytest.mark.parametrize("choice", ["", "named", "--reason fit", "--dry-run", "named --dry-run"])
+def test_a_damaged_letter_holds_up_no_other(
+    choice: str, four: tuple[Path, list[str]], ctl: Any
+) -> None:
+    """The others are put back; the damaged one is named, and the exit status is 1."""
+    file, ids = four
+    words = [*(ids if "named" in choice else []), *choice.replace("named", "").split()]
+    status, out, err = ctl("dlq", "redrive", file, *words)
+    would_be = "would be " if "--dry-run" in choice else ""
+    assert (status, out.splitlines()[-1]) == (1, f"3 dead letters {would_be}redriven")
+    name = "task 1" if "named" in choice else "that at offset "
+    assert f"1 dead letter can't be read and stayed out of it: {name}" in err
+    assert "no dead letter" not in err
+
+
+def test_a_damaged_message_holds_up_no_other_that_is_replayed(file: Path, ctl: Any) -> None:
+    """The others flow again; the damaged one is named, and the exit status is 1."""
+    with weclaw.Queue(file) as q:
+        ids = [q.put({"pad": f"{n}" * 2000}, id=f"task {n}") for n in range(3)]
+        for _ in ids:
+            q.get(timeout=5).ack()
+    data = bytearray(file.read_bytes())
+    data[data.index(b"1" * 2000) + 900] ^= 0xFF
+    file.write_bytes(data)
+    status, out, err = ctl("replay", file, *(word for id in ids for word in ("--id", id)))
+    assert (status, out) == (1, "2 messages flow again\n")
+    assert "can't be read and were not replayed, 'task 1'" in err

@@ -166,3 +166,61 @@ def test_an_export_says_what_it_left_out(path, caplog, tmp_path):
         assert q.dlq.export(tmp_path / "letters.jsonl") == 2
         assert f"1 dead letters can't be read and were left out of {tmp_path}" in caplog.text
         assert f"at offset {int(ids[1][:14], 16)}" in caplog.text
+
+
+FOUR = ("one", "two", "three", "four")
+
+
+def four(path, *, given, end, **options):
+    """Four messages that ended in the same way, the second of them damaged since; their ids."""
+    with weclaw.Queue(path, **options) as q:
+        ids = [q.put(body, id=body[:5] if given else None) for body in bodies(*FOUR)]
+        for _ in ids:
+            end(q.get(timeout=5))
+    flip(path, "two")
+    return ids
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+@pytest.mark.parametrize("named", [True, False], ids=["ids", "all"])
+def test_a_damaged_letter_holds_up_no_other(path, caplog, named, given):
+    """The others are redriven and counted; a warning says where the damaged one stood."""
+    ids = four(path, given=given, end=lambda msg: msg.fail("why"))
+    with weclaw.Queue(path) as q:
+        at = q.dlq.get(ids[0]).offset
+        assert q.dlq.redrive(ids if named else None) == 3
+        (said,) = (one for one in warnings(caplog) if "redriven" in one)
+        assert "1 dead letters can't be read and were not redriven, those at offset" in said
+        assert int(said.split()[-1]) > at
+        assert q.stats()[:4] == (3, 0, 0, 0)
+        assert q.stats().damaged == 1
+        assert drain(q) == bodies("one", "three", "four")
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+def test_a_damaged_letter_can_be_thrown_away(path, given):
+    """By its id, as with all others."""
+    ids = four(path, given=given, end=lambda msg: msg.fail("why"))
+    with weclaw.Queue(path) as q:
+        assert q.dlq.purge(ids) == 4
+        assert len(q.dlq) == 0
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+def test_a_damaged_message_holds_up_no_other_that_is_replayed(path, caplog, given):
+    """The others flow and are counted; a warning names the damaged one, whose result is kept."""
+    ids = four(path, given=given, end=lambda msg: msg.ack(result=msg.body[:3]))
+    with weclaw.Queue(path) as q:
+        assert q.replay(ids=ids) == 3
+        (said,) = warnings(caplog)
+        assert said.endswith(f"1 messages can't be read and were not replayed, {ids[1]!r}")
+        assert q.result(ids[1]) == "two"
+        assert drain(q) == bodies("one", "three", "four")
+
+
+def test_what_a_replica_has_is_healed_before_it_is_replayed(path, tmp_path):
+    """Then none is left out."""
+    ids = four(path, given=True, end=lambda msg: msg.ack(), replica=str(tmp_path / "copy.wq"))
+    with weclaw.Queue(path) as q:
+        assert q.replay(ids=ids) == 4
+        assert drain(q) == bodies(*FOUR)

@@ -141,7 +141,9 @@ def replay(
         click.echo(f"{common.count(number, 'message')} flow{'s' if number == 1 else ''} again")
     missing = len(set(ids)) - number
     if missing > 0:
-        common.fail(f"{missing} of those named are not settled messages of this group")
+        common.fail(
+            f"{missing} of those named are not settled messages of this group, or can't be read"
+        )
     return 0
 
 

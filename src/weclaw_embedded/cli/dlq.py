@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
@@ -70,6 +70,8 @@ class _Choice:
     ) -> None:
         self.ids = list(dict.fromkeys(ids))
         self.unknown: dict[str, None] = {}  # those of them that are no letters, in their order
+        self.unreadable: dict[str, None] = {}  # those of them that can't be read
+        self.damage: list[weclaw.CorruptError] = []  # letters that can't be read, of all there are
         now = datetime.now(timezone.utc)
         self._reason = None if reason is None else reason.casefold()
         self._before = None if older_than is None else now - timedelta(seconds=older_than)
@@ -81,7 +83,7 @@ class _Choice:
         return not self.ids and not self.filters
 
     def of(self, dead: weclaw.DeadLetterQueue) -> Iterator[weclaw.DeadLetter]:
-        return filter(self.passes, self._named(dead) if self.ids else dead)
+        return filter(self.passes, self._named(dead) if self.ids else dead._letters(self.damage))
 
     def chosen(self, dead: weclaw.DeadLetterQueue, limit: int | None = None) -> list[str]:
         return [letter.id for letter in itertools.islice(self.of(dead), limit)]
@@ -91,7 +93,10 @@ class _Choice:
             try:
                 yield dead.get(id)
             except KeyError:
-                self.unknown[id] = None
+                if id not in self.unreadable:  # it was set aside when that was found
+                    self.unknown[id] = None
+            except weclaw.CorruptError:
+                self.unreadable[id] = None
 
     def passes(self, letter: weclaw.DeadLetter) -> bool:
         return (
@@ -294,9 +299,9 @@ def redrive(
             chosen = _ask_about(choice.of(dead), limit)
         with common.progress_bar("redrive", None, pulse=True):
             if chosen is None:
-                number = dead.redrive(limit=limit)
+                number = dead._redrive(None, limit, choice.damage)
             else:
-                number = dead.redrive(chosen) if chosen else 0
+                number = dead._redrive(chosen, None, choice.damage) if chosen else 0
     _report("redriven", number, choice, limit, as_json=as_json)
 
 
@@ -450,17 +455,33 @@ def _report(done: str, number: int, choice: _Choice, limit: int | None, *, as_js
 
 
 def _must_be_all(number: int, choice: _Choice, limit: int | None) -> None:
-    """Of those that were named, all must be letters; else the exit status says so."""
+    """Of those that were named, all must be letters, and all that can be read; else the exit status
+    says so.
+    """
+    faults = []
     if choice.unknown:
-        first = ", ".join(common.plain(id) for id in itertools.islice(choice.unknown, _SHOWN))
-        more = len(choice.unknown) - _SHOWN
-        common.fail(
-            f"no dead letter{'s' if len(choice.unknown) > 1 else ''} of this topic and group: "
-            f"{first}{f' and {more} more' if more > 0 else ''}; see 'dlq list'"
+        letters = f"dead letter{'s' if len(choice.unknown) > 1 else ''}"
+        named = _first(choice.unknown)
+        faults.append(f"no {letters} of this topic and group: {named}; see 'dlq list'")
+    at = dict.fromkeys(f"that at offset {one.offset}" for one in choice.damage)
+    damaged = [*choice.unreadable, *at]
+    if damaged and (limit is None or number < limit):
+        faults.append(
+            f"{common.count(len(damaged), 'dead letter')} can't be read and stayed out of it: "
+            f"{_first(damaged)}; 'weclawctl verify' lists all damage"
         )
+    if faults:
+        common.fail("; ".join(faults))
     wanted = len(choice.ids) if limit is None else min(len(choice.ids), limit)
     if number < wanted and not choice.filters:  # redriven or purged by others meanwhile
         common.fail(f"{wanted - number} of those named are no dead letters any more")
+
+
+def _first(names: Collection[str]) -> str:
+    """The names, as many as can be shown."""
+    first = ", ".join(common.plain(name) for name in itertools.islice(names, _SHOWN))
+    more = len(names) - _SHOWN
+    return f"{first}{f' and {more} more' if more > 0 else ''}"
 
 
 dlq.add_command(watch)
