@@ -40,13 +40,15 @@ CHUNK = 1000
 
 def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(id, task) of each line; the number of the line where it has no id."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:  # each is decoded by itself: a stream would fail lines ahead
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
                     task = json.loads(line)
                 except ValueError as error:
                     sys.exit(f"{path}, line {number}, is not JSON: {error}")
+                if not isinstance(task, dict):
+                    sys.exit(f"{path}, line {number}, is JSON, but not an object with a prompt")
                 yield str(task.get("id", f"line {number}")), task
 
 

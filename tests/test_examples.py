@@ -187,9 +187,17 @@ def test_the_batch_makes_nothing_of_an_input_that_is_not_there(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_batch_says_which_line_is_no_json(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b'{"prompt": two}', "is not JSON: "),
+        (b'{"prompt": "\xff"}', "is not JSON: "),
+        (b'["prompt"]', "is JSON, but not an object with a prompt"),
+    ],
+)
+def test_the_batch_says_which_line_is_no_task(tmp_path, line, what):
     """Nobody is to look for it in a thousand lines."""
-    (tmp_path / "in.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": two}\n')
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "one"}\n\n' + line + b"\n")
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "batch.py"), "in.jsonl", "out.jsonl"],
         env=environment(),
@@ -198,7 +206,7 @@ def test_the_batch_says_which_line_is_no_json(tmp_path):
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("in.jsonl, line 3, is not JSON: ")
+    assert done.stderr.startswith(f"in.jsonl, line 3, {what}")
     assert done.stderr.count("\n") == 1
 
 
