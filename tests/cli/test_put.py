@@ -109,7 +109,7 @@ def test_a_body_that_is_refused_is_told_without_lines(file: Path, ctl: Any) -> N
     assert not file.exists()
     status, _, err = ctl("put", file, "1", big, "3")
     assert status == 1
-    assert err.startswith("weclawctl: body 2: ")
+    assert err.startswith("weclawctl: body 2: body: an int outside ")
     assert "; 1 message before it was put; put the rest" in err
     assert bodies(file) == [1]
 
@@ -120,10 +120,11 @@ def test_what_all_of_an_input_is_refused_for_is_said_of_its_lines(
     source = tmp_path / "tasks.jsonl"
     source.write_text("1\n\n2\n", "utf-8")
 
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise weclaw.StoreFailedError("the disk is gone")
 
     monkeypatch.setattr(weclaw.Queue, "put_many", refused)
+    monkeypatch.setattr(weclaw.Queue, "put", refused)
     assert ctl("put", file, "--input", source)[2] == (
         "weclawctl: line 1 to line 3: the disk is gone; nothing was put before it\n"
     )

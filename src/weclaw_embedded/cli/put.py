@@ -172,6 +172,8 @@ def _put_all(
     if not messages:
         return [], None
     try:
+        if len(messages) == 1:  # else it is told which of them, beside its line
+            return [_put_one(queue, messages[0])], None
         return queue.put_many(messages), None
     except (weclaw.SerializationError, weclaw.MessageTooLargeError, ValueError) as error:
         # Refused as a whole, with nothing written: which of them is it?
@@ -187,6 +189,12 @@ def _put_all(
     except weclaw.WeclawError as error:
         first, last = places[0], places[len(messages) - 1]
         return [], _told(first if first == last else f"{first} to {last}", error)
+
+
+def _put_one(queue: weclaw.Queue, one: weclaw.Put) -> str:
+    return queue.put(
+        one.body, id=one.id, key=one.key, priority=one.priority, delay=one.delay, ttl=one.ttl
+    )
 
 
 Batch = tuple[list[tuple[str, Any]], "str | None"]
