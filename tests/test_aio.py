@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.processes import Child
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import aio, threads
+from weclaw_embedded import _files, aio, threads
 
 
 def run(coroutine):
@@ -198,6 +198,30 @@ def test_task_done_without_an_item_only_counts_until_all_are_done(path):
         return await q.get()
 
     run(main())
+
+
+def test_a_task_done_that_found_no_room_is_none(path, monkeypatch):
+    """It raises and leaves all as it was: the next call settles what it was to settle."""
+
+    def full(*_):
+        raise weclaw.DiskFullError("no room")
+
+    async def main():
+        q = aio.Queue(path=path)
+        await q.put("a")
+        assert await q.get() == "a"
+        with monkeypatch.context() as patch:
+            patch.setattr(_files, "write_at", full)
+            with pytest.raises(weclaw.DiskFullError):
+                q.task_done()
+        assert q.unfinished_tasks == 1
+        q.task_done()
+        await q.join()
+        q.close()
+
+    run(main())
+    with weclaw.Queue(path) as plain:
+        assert plain.stats().settled == 1
 
 
 def test_shutdown_has_the_meaning_of_3_13_and_leaves_the_items(path):

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.processes import Child
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import threads
+from weclaw_embedded import _files, threads
 
 
 def in_thread(function, *args):
@@ -102,6 +102,33 @@ def test_task_done_settles_the_item_its_context_inherited(path):
     with weclaw.Queue(path) as plain:
         assert plain.stats().settled == 2
     q.close()
+
+
+@pytest.mark.parametrize("getter", ["own", "other"])
+def test_a_task_done_that_found_no_room_is_none(path, monkeypatch, getter):
+    """It raises and leaves all as it was: the next call settles what it was to settle."""
+    q = threads.Queue(path=path)
+    q.put("a")
+    q.put("b")
+    if getter == "own":
+        assert q.get() == "a"
+    else:
+        in_thread(q.get).join()
+
+    def full(*_):
+        raise weclaw.DiskFullError("no room")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(_files, "write_at", full)
+            with pytest.raises(weclaw.DiskFullError):
+                q.task_done()
+        assert q.unfinished_tasks == 2
+    q.task_done()
+    assert q.unfinished_tasks == 1
+    q.close()
+    with weclaw.Queue(path) as plain:
+        assert [msg.body for msg in plain.get_many(9)] == ["b"]
 
 
 @pytest.mark.parametrize("immediate", [False, True])

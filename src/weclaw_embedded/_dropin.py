@@ -17,14 +17,13 @@ It must not wait: `aio` and `threads` do, each in its way.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -50,19 +49,31 @@ PRIORITY: Final = "priority"
 LIFO: Final = "lifo"
 
 _QUEUE_OPTIONS: Final = ("group", "retry", "on_dead", "start")
-_serials = itertools.count()
 
 
 class Item:
     """An item that was handed out, or will be: `lease` is None until then."""
 
-    __slots__ = ("lease", "previous", "serial", "settled")
+    __slots__ = ("lease", "previous", "settled")
 
-    def __init__(self, serial: int, previous: Item | None) -> None:
-        self.serial = serial  # of its queue
+    def __init__(self, previous: Item | None) -> None:
         self.previous = previous
         self.lease: Lease | None = None
         self.settled = False
+
+
+class Done:
+    """A call of `task_done` by `owner`: the items that it takes off and is to settle."""
+
+    def __init__(self, owner: Hashable | None) -> None:
+        self.owner = owner
+        self.items: list[Item] = []
+        self.counted = 0  # what it has added to `Core.counted`
+        self.is_counted = False  # it had no item; said once, though its turn may be taken again
+
+    @property
+    def leases(self) -> list[Lease]:
+        return [item.lease for item in self.items if item.lease is not None]
 
 
 # The newest item that was asked for in this context. Child tasks and `to_thread` inherit it.
@@ -101,12 +112,11 @@ class Core:
             self.store.close()
             raise
         self.closed = False
-        self.serial = next(_serials)
         self.maxsize = maxsize
         self.is_shutdown = False
         self.immediate = False
         self.counted = 0  # calls of task_done without an item
-        self.out: dict[Item, None] = {}
+        self.out: dict[Item, None] = {}  # handed out, and no `task_done` is at it
         self.owned: weakref.WeakKeyDictionary[Any, deque[Item]] = weakref.WeakKeyDictionary()
         self.lock = threading.Lock()
         self.paused = ""  # at the last look
@@ -258,7 +268,7 @@ class Core:
             while before is not None and before.settled:
                 before = before.previous
             previous.previous = before
-        item = Item(self.serial, previous)
+        item = Item(previous)
         _newest.set(item)
         return item
 
@@ -272,58 +282,65 @@ class Core:
     def _own(self, owner: Hashable | None) -> Item | None:
         mine = None if owner is None else self.owned.get(owner)
         while mine:
-            item = mine.popleft()
-            if not item.settled:
-                return item
+            if mine[0] in self.out:
+                return mine[0]
+            mine.popleft()
         inherited = _newest.get()
-        while inherited is not None:
-            if (
-                inherited.serial == self.serial
-                and inherited.lease is not None
-                and not inherited.settled
-            ):
-                return inherited
+        while inherited is not None and inherited not in self.out:
             inherited = inherited.previous
-        return None
+        return inherited
 
-    def done(self, owner: Hashable | None) -> list[Lease] | None:
-        """The leases that this `task_done` settles; None when it has to be counted first."""
+    def choose(self, done: Done) -> None:
+        """What this `task_done` settles; nothing when it has to be counted first."""
         with self.lock:
-            item = self._own(owner)
-            if item is None:
-                return None
-            return self._settled([item])
+            item = self._own(done.owner)
+            if item is not None:
+                self._take_off(done, [item])
+                self._take_all_off(done)
 
-    def count(self) -> list[Lease]:
+    def count(self, done: Done) -> None:
         """A `task_done` without an item, which the caller has found to be one of the unfinished."""
         with self.lock:
+            done.is_counted = True
             self.counted += 1
-            return self._settled([])
+            done.counted += 1
+            self._take_all_off(done)
 
-    def _settled(self, items: list[Item]) -> list[Lease]:
-        """Take items off; with them all others, when as many calls have come as items are out."""
-        for item in items:
-            self._take_off(item)
+    def _take_all_off(self, done: Done) -> None:
+        """All that are left, too, when as many calls have come as items are out."""
         if 0 < len(self.out) <= self.counted:
             others = list(self.out)
             self.counted -= len(others)
-            for item in others:
-                self._take_off(item)
-            items = items + others
-        return [item.lease for item in items if item.lease is not None]
+            done.counted -= len(others)
+            self._take_off(done, others)
 
-    def _take_off(self, item: Item) -> None:
-        item.settled = True
-        self.out.pop(item, None)
+    def _take_off(self, done: Done, items: list[Item]) -> None:
+        done.items += items
+        for item in items:
+            self.out.pop(item, None)
 
-    def settle(self, session: Session, leases: list[Lease]) -> None:
-        """Ack them all in this turn."""
-        for lease in leases:
+    def settle(self, session: Session, done: Done) -> None:
+        """Ack all that it settles, in this turn."""
+        for lease in done.leases:
             try:
                 record = _records.ack_of(lease.tid, lease.gid, lease.offset)
                 _settling.end(session, (lease, record, self.queue._policy))
             except LeaseLostError:
                 pass  # its group was dropped, or the file was closed in between: not ours any more
+
+    def look_at_end(self, done: Done, failed: bool) -> None:
+        """The turn of a `task_done` is over. What it has not settled, by what the leases say, is as
+        it was before: the next call finds it again. A turn that fails after its write has settled.
+        """
+        with self.lock:
+            if failed and all(not lease.over for lease in done.leases):
+                self.counted -= done.counted
+            for item in done.items:
+                assert item.lease is not None, "it was got"
+                if item.lease.over:
+                    item.settled = True
+                else:
+                    self.out[item] = None
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -378,14 +395,28 @@ class StandIn(_Generic[T]):
         limit = self._core.limit
         return 0 < limit <= self.qsize()
 
-    def _done(self, session: Session, leases: list[Lease] | None) -> int:
+    def _task_done(
+        self, owner: Hashable | None, run: Callable[[Callable[[Session, Done], int], Done], int]
+    ) -> int:
+        """A call of `task_done`, whose turn is taken by `run`; how many are left for who joins."""
+        done = Done(owner)
+        failed = True
+        try:
+            self._core.choose(done)
+            left = run(self._done, done)
+            failed = False
+        finally:
+            self._core.look_at_end(done, failed)
+        return left
+
+    def _done(self, session: Session, done: Done) -> int:
         """Settle what a `task_done` has found, or count it; how many are left for who joins."""
         core = self._core
-        if leases is None:
+        if not (done.items or done.is_counted):
             if core.unfinished(session) <= 0:
                 raise ValueError("task_done() called too many times")
-            leases = core.count()
-        core.settle(session, leases)
+            core.count(done)
+        core.settle(session, done)
         return core.unfinished(session) if self._joiners else -1
 
     def close(self) -> None:

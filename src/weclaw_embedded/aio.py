@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from . import _dropin, _queries
@@ -236,9 +236,11 @@ class Queue(StandIn[T]):
         Raises `ValueError` when called more often than there were items.
         """
         core = self._core
-        leases = core.done(_calling_task())
-        left, _ = write_now(core.engine, core.queue, self._done, leases)
-        if left == 0:
+
+        def run(operation: Callable[..., int], *args: Any) -> int:
+            return write_now(core.engine, core.queue, operation, *args)[0]
+
+        if self._task_done(_calling_task(), run) == 0:
             self._finish_joins()
 
     async def join(self) -> None:

@@ -180,8 +180,7 @@ class Queue(StandIn[T]):
         Raises `ValueError` when called more often than there were items.
         """
         core = self._core
-        leases = core.done(threading.current_thread())
-        if core.engine.execute(self._done, leases) == 0:
+        if self._task_done(threading.current_thread(), core.engine.execute) == 0:
             self._finish_joins()
 
     def join(self) -> None:
