@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from tests.helpers.processes import Child
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files, threads
+from weclaw_embedded._delivery import Lease
 
 
 def in_thread(function, *args):
@@ -129,6 +131,24 @@ def test_a_task_done_that_found_no_room_is_none(path, monkeypatch, getter):
     q.close()
     with weclaw.Queue(path) as plain:
         assert [msg.body for msg in plain.get_many(9)] == ["b"]
+
+
+def test_what_one_thread_gets_and_another_is_done_with_is_forgotten(path):
+    """One thread hands out and another says task_done: nothing is kept of what is settled."""
+    q = threads.Queue(path=path, flush="os")
+    for _ in range(3):
+        for n in range(5):
+            q.put(n)
+            q.get()
+        in_thread(lambda: [q.task_done() for _ in range(5)]).join()
+        assert q.unfinished_tasks == 0
+    q.put("the last")
+    q.get()  # what was settled is forgotten of its context, too
+    gc.collect()
+    engine = q._core.engine
+    kept = [one for one in gc.get_objects() if type(one) is Lease and one.engine is engine]
+    assert kept == [*engine.held]
+    q.close()
 
 
 @pytest.mark.parametrize("immediate", [False, True])

@@ -22,11 +22,11 @@ import math
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Lease, Taken, Terms, taken_of
@@ -54,12 +54,17 @@ _QUEUE_OPTIONS: Final = ("group", "retry", "on_dead", "start")
 class Item:
     """An item that was handed out, or will be: `lease` is None until then."""
 
-    __slots__ = ("lease", "previous", "settled")
+    __slots__ = ("beside", "lease", "previous", "settled")
 
     def __init__(self, previous: Item | None) -> None:
         self.previous = previous
         self.lease: Lease | None = None
+        self.beside: Items | None = None  # what is out of the same owner, if it has one
         self.settled = False
+
+
+# The oldest first, which is found at once however many went before it; of a dict it is not.
+Items: TypeAlias = OrderedDict[Item, None]
 
 
 class Done:
@@ -117,7 +122,7 @@ class Core:
         self.immediate = False
         self.counted = 0  # calls of task_done without an item
         self.out: dict[Item, None] = {}  # handed out, and no `task_done` is at it
-        self.owned: weakref.WeakKeyDictionary[Any, deque[Item]] = weakref.WeakKeyDictionary()
+        self.owned: weakref.WeakKeyDictionary[Any, Items] = weakref.WeakKeyDictionary()
         self.lock = threading.Lock()
         self.paused = ""  # at the last look
         self.order: Order | None = None
@@ -277,14 +282,13 @@ class Core:
             item.lease = lease
             self.out[item] = None
             if owner is not None:
-                self.owned.setdefault(owner, deque()).append(item)
+                item.beside = self.owned.setdefault(owner, OrderedDict())
+                item.beside[item] = None
 
     def _own(self, owner: Hashable | None) -> Item | None:
         mine = None if owner is None else self.owned.get(owner)
-        while mine:
-            if mine[0] in self.out:
-                return mine[0]
-            mine.popleft()
+        if mine:
+            return next(iter(mine))
         inherited = _newest.get()
         while inherited is not None and inherited not in self.out:
             inherited = inherited.previous
@@ -318,6 +322,8 @@ class Core:
         done.items += items
         for item in items:
             self.out.pop(item, None)
+            if item.beside is not None:
+                item.beside.pop(item, None)
 
     def settle(self, session: Session, done: Done) -> None:
         """Ack all that it settles, in this turn."""
@@ -335,12 +341,15 @@ class Core:
         with self.lock:
             if failed and all(not lease.over for lease in done.leases):
                 self.counted -= done.counted
-            for item in done.items:
+            for item in reversed(done.items):
                 assert item.lease is not None, "it was got"
                 if item.lease.over:
                     item.settled = True
-                else:
-                    self.out[item] = None
+                    continue
+                self.out[item] = None
+                if item.beside is not None:
+                    item.beside[item] = None
+                    item.beside.move_to_end(item, last=False)
 
     # -- the end -----------------------------------------------------------------------------------
 
