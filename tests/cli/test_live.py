@@ -475,6 +475,37 @@ def test_screens_are_80_wide(words: tuple[str, ...], file: Path) -> None:
     assert "\x1b[2J" not in screen.raw
 
 
+@pytest.mark.parametrize("columns", [44, 60])
+@pytest.mark.parametrize("long", [True, False], ids=["long", "short"])
+def test_a_narrow_screen_breaks_no_id_and_no_name(file: Path, columns: int, long: bool) -> None:
+    """Half of one can be neither copied nor searched for."""
+    topic = "transcription-jobs-eu-west" if long else "default"
+    group = "reporting-workers" if long else "default"
+    name = "order-2026-11-30-0000123456-eu" if long else None
+    with weclaw.open(file) as store:
+        queue = store.queue(topic, group=group)
+        ids = [queue.put({"prompt": f"a task {n} " * 20}, id=name and f"{name}{n}") for n in (1, 2)]
+        queue.put(3, id="in hand", priority=9)
+        with queue.get(timeout=5):
+            place = ("--topic", topic, "--group", group)
+            for words, whole in (
+                (("stats",), (topic, group, "settled", "delayed", "oldest")),
+                (("peek",), (*ids, "put (UTC)")),
+                (("peek", "--leased"), ("in hand", "lease left")),
+                (("results", *ids), (*ids, "status")),
+            ):
+                verb, *more = words
+                with Terminal(
+                    verb, file.name, *more, *place, cwd=file.parent, columns=columns
+                ) as screen:
+                    screen.end()
+                    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.text)
+                shown = [line for line in text.splitlines() if not line.startswith("topic '")]
+                for one in whole:
+                    assert any(one in line for line in shown), (words, one, text)
+                assert max(map(cell_len, shown)) <= columns, text
+
+
 def test_completion_knows_verbs_topics_and_groups(file: Path) -> None:
     from click.shell_completion import ShellComplete
 

@@ -60,11 +60,11 @@ def kill_letters(
 
 
 class Terminal:
-    """weclawctl on a terminal of 80 columns and 24 lines."""
+    """weclawctl on a terminal of 24 lines."""
 
-    def __init__(self, *words: object, cwd: Path | None = None) -> None:
+    def __init__(self, *words: object, cwd: Path | None = None, columns: int = 80) -> None:
         self.fd, inner = os.openpty()
-        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         env = {**environment(), "TERM": "xterm-256color"}
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             env.pop(name, None)

@@ -242,17 +242,45 @@ def _console_of_bars() -> Console:
     return out
 
 
+# Between two columns: so much, or where that is too much, this.
+_GAPS = (3, 1)
+# A text that may be folded has so many columns at least.
+_LEAST = 12
+
+
 def print_table(
     columns: Sequence[str | tuple[str, str]],
     rows: Iterable[Sequence[object]],
     *,
     title: str | None = None,
     one_line: bool = False,
+    folded: str | None = None,
 ) -> None:
     """A table; a column is its heading, or (heading, "right").
 
-    What doesn't fit is folded; with one_line the last column is cut to fit.
+    Texts are folded to fit, which are the last column, if it is not to the right, or `folded`; with
+    one_line the last column is cut instead. All else stays whole, since half an id can be neither
+    copied nor searched for: where the columns don't fit beside each other, each row is a list.
     """
+    out = console()
+    named = [(one, "left") if isinstance(one, str) else one for one in columns]
+    headings = [heading for heading, _ in named]
+    if folded is None and named[-1][1] == "left":
+        folded = headings[-1]
+    cells = [[Text(plain(str(cell))) for cell in row] for row in rows]
+    widths = [
+        max(cell_len(heading), *(row[i].cell_len for row in cells))
+        for i, heading in enumerate(headings)
+    ]
+    least = [
+        min(wide, _LEAST) if one == folded else wide
+        for one, wide in zip(headings, widths, strict=True)
+    ]
+    # One gap to spare: older versions of rich count the one before the last column twice.
+    gap = next((gap for gap in _GAPS if sum(least) + gap * len(least) <= out.width), None)
+    if gap is None:
+        _print_lists(out, headings, cells, title, one_line=one_line)
+        return
     table = Table(
         title=title,
         title_justify="left",
@@ -261,21 +289,37 @@ def print_table(
         box=SIMPLE_HEAD,
         show_edge=False,  # else a table begins with a line of blanks
         pad_edge=False,
+        padding=(0, gap // 2),
     )
-    out = console()
-    cells = [[Text(plain(str(cell))) for cell in row] for row in rows]
-    for column in columns:
-        heading, justify = (column, "left") if isinstance(column, str) else column
-        table.add_column(heading, justify=cast(Any, justify), overflow="fold")
-    if one_line:
-        # Rich would take from every column, the ids first.
-        others = [max(row[i].cell_len for row in cells) for i in range(len(columns) - 1)]
-        room = out.width - sum(others) - 3 * len(columns)
-        for row in cells:
-            row[-1].truncate(max(room, 20), overflow="ellipsis")
+    for heading, justify in named:
+        whole = heading != folded
+        table.add_column(heading, justify=cast(Any, justify), overflow="fold", no_wrap=whole)
+    room = out.width - sum(widths[:-1]) - gap * len(widths)
     for row in cells:
+        if one_line:
+            row[-1].truncate(room, overflow="ellipsis")
         table.add_row(*row)
     out.print(table)
+
+
+def _print_lists(
+    out: Console, headings: list[str], rows: list[list[Text]], title: str | None, *, one_line: bool
+) -> None:
+    """Each row as lines of a heading and what stands under it."""
+    wide = max(map(cell_len, headings))
+    if title is not None:
+        out.print(Text(title, style="bold"))
+    for n, row in enumerate(rows):
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style="bold", no_wrap=True, min_width=wide)
+        table.add_column(overflow="fold")
+        for heading, cell in zip(headings, row, strict=True):
+            if one_line and cell is row[-1]:
+                cell.truncate(max(out.width - wide - 2, 1), overflow="ellipsis")
+            table.add_row(heading, cell)
+        if n:
+            out.print()
+        out.print(table)
 
 
 _bars: list[Progress] = []

@@ -245,6 +245,7 @@ def show(file: str, id: str, topic: str, group: str, as_json: bool, readonly: bo
             ["failed (UTC)", "reason", "consumer"],
             [(common.when(f.time), f.reason, f.consumer or "-") for f in letter.failures],
             title="failures",
+            folded="reason",
         )
 
 
