@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import random
 import resource
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,6 +158,27 @@ def test_what_was_due_and_failed_stops_nothing_else(caplog: pytest.LogCaptureFix
     assert called.wait(30)
     timer.close()
     assert "IndexError" in caplog.text
+
+
+def test_what_was_cancelled_is_not_kept_and_all_else_is_called_in_time() -> None:
+    """However many calls are cancelled, in whatever order, and however far off they are."""
+    timer, called = Timer("weclaw-test"), [threading.Event() for _ in range(3)]
+    soon_s = time.monotonic() + 0.3
+    numbers, kept = [], []
+    for n in range(3000):
+        one = functools.partial(print, n)
+        kept.append(weakref.ref(one))
+        numbers.append(timer.call_at(soon_s + 3600 + n, one))
+        if n % 1000 == 500:
+            timer.call_at(soon_s + n / 10_000, called[n // 1000].set)
+    random.Random(7).shuffle(numbers)
+    del one
+    for number in numbers:
+        timer.cancel(number)
+    assert sum(one() is not None for one in kept) < 100
+    for one in called:
+        assert one.wait(30)
+    timer.close()
 
 
 def test_several_puts_wake_several_processes(path: Path) -> None:

@@ -479,6 +479,7 @@ class Renewal:
         self._lease = lease
         self._until_s = until_s
         self._stopped = False
+        self._number = 0  # of the call that is planned
         self._plan()
 
     def _plan(self) -> None:
@@ -486,7 +487,7 @@ class Renewal:
         if length_s is not None:
             when_s = time.monotonic() + length_s / _RENEWALS
             if when_s < self._until_s:
-                self._lease.engine.renewals.call_at(when_s, self._renew)
+                self._number = self._lease.engine.renewals.call_at(when_s, self._renew)
 
     def _renew(self) -> None:
         if self._stopped:
@@ -506,3 +507,5 @@ class Renewal:
 
     def stop(self) -> None:
         self._stopped = True
+        if self._number:
+            self._lease.engine.renewals.cancel(self._number)

@@ -41,6 +41,7 @@ FEED_BYTE: Final = b"f"
 SYNCED_BYTE: Final = b"y"
 _NUDGE_BYTE: Final = b"n"
 _NO_BYTE: Final = b"-"  # that nobody sends
+_MOST_CANCELLED: Final = 64  # calls of a timer that are kept beside as many that are not
 _LONG_S: Final = 3600.0
 _READ_BYTES: Final = 256
 
@@ -342,23 +343,41 @@ class Timer:
         self._condition = threading.Condition()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._cancelled: set[int] = set()  # numbers of calls that nobody wants any more
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def call_at(self, when_s: float, function: Callable[[], None]) -> None:
-        """Call `function` at `time.monotonic() == when_s` or soon after."""
+    def call_at(self, when_s: float, function: Callable[[], None]) -> int:
+        """Call `function` at `time.monotonic() == when_s` or soon after; the number of this call,
+        for `cancel`.
+        """
         with self._condition:
             if self._closed or sys.is_finalizing():
-                return
+                return 0
             self._count += 1
+            number = self._count
             heapq.heappush(self._heap, (when_s, self._count, function))
             if self._thread is None:
                 # Known only once it runs: Ctrl-C may come between any two of these lines.
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
-            elif self._heap[0][1] == self._count:
+            elif self._heap[0][1] == number:
                 self._condition.notify()
+            return number
+
+    def cancel(self, number: int) -> None:
+        """This call is not wanted any more. It may come all the same, but nothing of it is kept
+        until it is due.
+        """
+        self._cancelled.add(number)
+        # Once for as many as are left, so that each costs the same however many there are.
+        if len(self._cancelled) > max(_MOST_CANCELLED, len(self._heap) // 2):
+            with self._condition:
+                cancelled, self._cancelled = self._cancelled, set()
+                kept = [one for one in self._heap if one[1] not in cancelled]
+                heapq.heapify(kept)
+                self._heap = kept
 
     def _run(self) -> None:
         me = threading.current_thread()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from tests.helpers.processes import Child
@@ -12,6 +13,7 @@ from tests.helpers.queues import NO_WAIT, drain, eventually
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _holding
+from weclaw_embedded._delivery import Lease
 
 
 def put_three_and_lease_one(pipe, path, close):
@@ -105,6 +107,24 @@ def test_case_03_with_msg_renews_its_lease_while_it_runs(open_queue):
     waiter.join()
     assert others == []
     assert q.stats().settled == 1
+
+
+def test_a_with_that_is_over_keeps_nothing_of_its_message(open_queue):
+    """However long its lease was to be renewed; and one that goes on is renewed all the same."""
+    q = open_queue(flush="os", visibility_timeout=3600, retry=NO_WAIT)
+    q.put("the first")
+    with q.get(visibility_timeout=0.6) as first:
+        renewed = first.lease_expires_at
+        for n in range(1000):
+            q.put(n)
+            with q.get():
+                pass
+        gc.collect()
+        engine = q.store._engine
+        kept = [one for one in gc.get_objects() if type(one) is Lease and one.engine is engine]
+        assert len(kept) < 100
+        eventually(lambda: first.lease_expires_at > renewed + timedelta(seconds=1))
+    assert q.stats().settled == 1001
 
 
 @pytest.mark.parametrize(("given", "asked"), [(0.6, 60), (60, 2), (None, 2)])
