@@ -21,7 +21,7 @@ from ._asking import Asking
 from ._delivery import Address, Encoded, Lease, Terms, new_waiter
 from ._engine import Engine
 from ._handle import Holder, check_text, deadline_of, us_until
-from ._message import Message, messages_of
+from ._message import Bodied, Message, messages_of
 from ._options import (
     UNSET,
     QueueOptions,
@@ -594,7 +594,7 @@ class Queue(Asking):
 
 
 # What can be iterated and is not meant to be, when several bodies are asked for.
-_NOT_MANY: Final = (str, bytes, bytearray, memoryview, Mapping, Put)
+_NOT_MANY: Final = (str, bytes, bytearray, memoryview, Mapping, Put, Bodied)
 
 
 def _say_which(error: Exception, n: int) -> None:

@@ -40,6 +40,8 @@ def test_in_asks_the_body_and_nothing_iterates_it(open_queue):
         assert 0 not in one
         with pytest.raises(TypeError, match=rf"{one.id} .*can't be .*its \.body"):
             list(one)
+        with pytest.raises(TypeError, match=r"put_many takes several bodies, not one "):
+            q.put_many(one)
 
     check(q.peek()[0])
     asyncio.run(taken())
