@@ -67,7 +67,16 @@ class _Untold:
     def add(self, offsets: list[int]) -> None:
         # Each once, though a turn that found no room was taken again.
         self._offsets.extend(dict.fromkeys(offsets))
-        self._timer.call_at(0.0, self._tell_all)
+        self._timer.call_at(0.0, self._work)
+
+    def _work(self) -> None:
+        while self._offsets:
+            try:
+                self._tell_all()
+            except BaseException:
+                # `sys.exit()` in an `on_dead`, say: the end of this thread would be that of the
+                # others' calls.
+                logger.exception("%s: on_dead raised what ends a thread", self.engine.path)
 
     def _tell_all(self) -> None:
         with self._telling:

@@ -481,6 +481,8 @@ class Queue(Asking):
                 raise
             if taken.leases:
                 try:
+                    if taken.dead:
+                        self._remember_dead(taken.dead)
                     messages = self._messages_of(engine, taken.leases, Message)
                 except BaseException:
                     # Interrupted before anybody saw them: no delivery.
@@ -488,13 +490,11 @@ class Queue(Asking):
                         with contextlib.suppress(Exception):
                             engine.execute(_settling.release, lease, True)
                     raise
-                if taken.dead:
-                    self._tell_dead(taken.dead)
                 if messages:
                     return messages
                 continue
             if taken.dead:
-                self._tell_dead(taken.dead)
+                self._remember_dead(taken.dead)
             if waiter is not None:
                 self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
                 in_time = until_s is None or time.monotonic() < until_s

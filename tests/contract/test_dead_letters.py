@@ -245,6 +245,54 @@ def test_on_dead_is_called_once_for_each(path, open_queue):
     assert len(called) == 4
 
 
+def lease_beside_a_letter(q):
+    """Take a message whose lease runs out, and put another for the `get` that finds it dead."""
+    q.put("it dies")
+    q.get(visibility_timeout=0.1)
+    q.put("it is next")
+    time.sleep(0.2)
+
+
+def test_on_dead_takes_no_time_from_the_lease_of_what_get_returns(open_queue):
+    """A letter that `get` finds on its way is told of beside it: `get` does not wait for that."""
+    may_end = threading.Event()
+    told = []
+
+    def on_dead(letter):
+        may_end.wait(30)
+        told.append(letter.body)
+
+    q = open_queue(on_dead=on_dead, retry=weclaw.RetryPolicy(max_retries=0))
+    lease_beside_a_letter(q)
+    msg = q.get()
+    assert told == []
+    msg.ack()
+    with pytest.raises(weclaw.Empty):
+        q.get(block=False)
+    may_end.set()
+    eventually(lambda: told == ["it dies"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_an_on_dead_that_raises_anything_keeps_no_message_and_no_call_from_anybody(
+    open_queue, error, caplog
+):
+    """`get` returns what it has leased, and `on_dead` is called for those that die after it."""
+    told = []
+
+    def on_dead(letter):
+        told.append(letter.body)
+        raise error("in on_dead")
+
+    q = open_queue(on_dead=on_dead, retry=weclaw.RetryPolicy(max_retries=0))
+    for n in range(1, 3):
+        lease_beside_a_letter(q)
+        assert q.get().body == "it is next"
+        assert q.stats().leased == n
+        eventually(lambda n=n: told == ["it dies"] * n)
+    assert caplog.text.count("in on_dead") >= 2
+
+
 def test_on_dead_may_use_the_queue(open_queue):
     """`on_dead` may look at the letter through the queue and put elsewhere."""
     seen = []
