@@ -254,10 +254,10 @@ class DeadLetterQueue:
         queue = self._queue
         policy = queue._policy
         done = 0
-        after: int | None = None  # each letter once: what is redriven may be dead again at once
+        # Each letter once: what is redriven may be dead again at once.
+        offsets = self._offsets(wanted)
         while limit is None or done < limit:
-            room = _BATCH if limit is None else min(_BATCH, limit - done)
-            batch = self._offsets(wanted, room, after)
+            batch = [*islice(offsets, _BATCH if limit is None else min(_BATCH, limit - done))]
             if not batch:
                 break
             known = ((offset, self._ttl_us(offset, damage)) for offset in batch)
@@ -279,9 +279,6 @@ class DeadLetterQueue:
                 return len(items)
 
             done += queue._change(redrive)
-            if wanted is not None:
-                break
-            after = batch[-1]
         return done
 
     def _ttl_us(self, offset: int, damage: list[CorruptError]) -> int | None:
@@ -306,23 +303,34 @@ class DeadLetterQueue:
                 at + (", …" if len(damage) > _NAMED else ""),
             )
 
-    def _offsets(self, wanted: list[str] | None, n: int, after: int | None) -> list[int]:
+    def _offsets(self, wanted: list[str] | None) -> Iterator[int]:
+        """Where letters are, these or all, each once, whether they can be read or not. Those that
+        come or go meanwhile may or may not be among them.
+        """
         queue = self._queue
 
-        def look(session: Session) -> list[int]:
+        def named(session: Session, ids: list[str]) -> list[int]:
             group = queue._swept(session)
             if group is None:
                 return []
-            if wanted is None:
-                return [row[0] for row in islice(session.tx.dead(group.gid, after), n)]
-            found = dict.fromkeys(self._find(session, group, one) for one in wanted)
-            return [
-                offset
-                for offset in found
-                if offset is not None and is_dead(session, group.gid, offset)
-            ][:n]
+            found = dict.fromkeys(self._find(session, group, one) for one in ids)
+            return [at for at in found if at is not None and is_dead(session, group.gid, at)]
 
-        return queue._look(look)
+        def following(session: Session, after: int | None) -> list[int]:
+            group = queue._swept(session)
+            if group is None:
+                return []
+            return [row[0] for row in islice(session.tx.dead(group.gid, after), _BATCH)]
+
+        if wanted is not None:
+            rest = iter(dict.fromkeys(wanted))
+            while ids := [*islice(rest, _BATCH)]:
+                yield from queue._look(named, ids)
+            return
+        after: int | None = None
+        while some := queue._look(following, after):
+            yield from some
+            after = some[-1]
 
     def _find(self, session: Session, group: GroupState, id: str) -> int | None:
         """Where the letter with this id is, if it is one, though it may be damaged."""
@@ -337,11 +345,8 @@ class DeadLetterQueue:
         queue = self._queue
         policy = queue._policy
         done = 0
-        after: int | None = None
-        while True:
-            batch = self._offsets(wanted, _BATCH if wanted is None else len(wanted), after)
-            if not batch:
-                return done
+        offsets = self._offsets(wanted)
+        while batch := [*islice(offsets, _BATCH)]:
 
             def purge(session: Session, batch: list[int] = batch) -> int:
                 group = _delivery.group_of(session, queue._address)
@@ -354,9 +359,7 @@ class DeadLetterQueue:
                 return len(gone)
 
             done += queue._change(purge)
-            if wanted is not None:
-                return done
-            after = batch[-1]
+        return done
 
     def export(self, path: str | os.PathLike[str], format: str = "jsonl") -> int:
         """Write every letter to `path` ("jsonl": one JSON object a line; "csv"). Returns how many.

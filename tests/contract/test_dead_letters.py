@@ -19,7 +19,7 @@ from tests.helpers.processes import Child, environment
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import aio, threads
+from weclaw_embedded import aio, dlq, threads
 
 UTC = datetime.timezone.utc
 
@@ -127,6 +127,24 @@ def test_redrive_by_ids_and_limit(q):
     assert q.dlq.redrive(ids=[ids[5]], limit=1) == 1
     assert q.dlq.redrive() == 0
     assert q.dlq.redrive(limit=0) == 0
+
+
+def test_however_many_letters_are_named_all_are_done(q, monkeypatch):
+    """Only so many are done in one step, and the steps go on until each was done once."""
+    monkeypatch.setattr(dlq, "_BATCH", 3)
+    ids = kill_off(q, *range(10))
+    assert q.dlq.redrive([*ids, ids[0]], limit=8) == 8
+    assert [x.id for x in q.dlq] == ids[8:]
+    assert q.dlq.redrive([*ids, ids[0]]) == 2
+    for msg in take(q):
+        msg.fail("again")
+    assert [x.redrive_count for x in q.dlq] == [1] * 10
+    assert q.dlq.redrive() == 10
+    for msg in take(q):
+        msg.fail("again")
+    assert q.dlq.purge([*ids[2:], ids[2]]) == 8
+    assert [x.id for x in q.dlq] == ids[:2]
+    assert q.dlq.purge() == 2
 
 
 def test_redriven_goes_to_the_end_of_its_key(q):
