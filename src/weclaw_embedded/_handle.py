@@ -131,7 +131,7 @@ class Handle:
     _policy: int
     _address: Address
     _closed: bool
-    _untold: _Untold | None = None
+    _untold: dict[Engine, _Untold]  # in a child, that of the parent may be there, too
 
     @property
     def _engine(self) -> Engine:
@@ -184,14 +184,15 @@ class Handle:
             engine = self._store._shared
             if engine.last_looker is not None:
                 return  # that they are dead can't be written any more
-            untold = self._untold
-            if untold is None or untold.engine is not engine:  # the first, or those of a parent
-                untold = self._untold = _Untold(engine, self._tell_dead)
+            untold = self._untold.get(engine)
+            if untold is None:
+                # Of two threads that come here at once, both take the one that is kept.
+                untold = self._untold.setdefault(engine, _Untold(engine, self._tell_dead))
             untold.add(dead)
 
     def _tell_untold(self) -> None:
         """`on_dead` is called for what was remembered before there is nobody to call it."""
-        untold = self._untold
+        untold = self._untold.get(self._store._shared)
         if untold is not None and not untold.engine.forked:
             untold.close()
 
@@ -199,7 +200,7 @@ class Handle:
         """Close what was dropped open, once `on_dead` was called for what was remembered. Waits for
         nothing: see `Store._drop`.
         """
-        untold = self._untold
+        untold = self._untold.get(self._store._shared)
         if untold is None or untold.engine.forked or sys.is_finalizing():
             self._drop_now()
         else:

@@ -182,6 +182,7 @@ class Queue(Asking):
         self._policy = POLICIES[store._options.flush]
         self._consumer = store._consumer
         self._holder = Holder(store)
+        self._untold = {}
         self._address = Address(
             options.topic,
             options.group,

@@ -19,7 +19,7 @@ from tests.helpers.processes import Child, environment
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import aio, dlq, threads
+from weclaw_embedded import _handle, aio, dlq, threads
 
 UTC = datetime.timezone.utc
 
@@ -508,6 +508,40 @@ def test_on_dead_for_what_made_too_little_room(path, open_queue):
     time.sleep(0.02)
     asyncio.run(main())
     assert [x.body for x in called] == ["late"]
+
+
+def test_two_threads_that_make_the_first_letters_at_once_have_them_told_by_one(path, monkeypatch):
+    """So that `close` waits for both."""
+    both = threading.Barrier(2, timeout=30)
+
+    class MadeAtOnce(_handle._Untold):
+        def __init__(self, *args):
+            both.wait()
+            super().__init__(*args)
+
+    monkeypatch.setattr(_handle, "_Untold", MadeAtOnce)
+    may_end = threading.Event()
+    told = []
+
+    def on_dead(letter):
+        may_end.wait(30)
+        told.append(letter.body)
+
+    async def get_two():
+        q = weclaw.AsyncQueue(path, on_dead=on_dead)
+        await q.put_many([1, 2])
+        return q, await q.get_many(2)
+
+    q, messages = asyncio.run(get_two())
+    failing = [threading.Thread(target=msg.fail) for msg in messages]
+    for thread in failing:
+        thread.start()
+    for thread in failing:
+        thread.join()
+    assert len(threads_for_on_dead()) == 1
+    may_end.set()
+    asyncio.run(q.close())
+    assert sorted(told) == [1, 2]
 
 
 def test_close_waits_for_on_dead(path):
