@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,11 @@ import pytest
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _durability, _files
+from weclaw_embedded._appending import Appending
+from weclaw_embedded._session import Session
+from weclaw_embedded.wal import TAIL
+
+PACKAGE = str(Path(weclaw.__file__).parent)
 
 
 def work(path: Path, confirmed: list[str], acked: list[str], n: int) -> None:
@@ -145,3 +153,158 @@ def test_a_sync_that_was_broken_off_at_any_call_is_not_waited_for(path: Path) ->
             again.join(20)
             assert not again.is_alive(), broken_off
     assert {"durable", "_sync_once", "_end_sync"} <= set(broken_off)
+
+
+def break_off(call: Callable[[], object], n: int) -> str | None:
+    """Ctrl-C where the n-th function of the package begins, which is where it is noticed: the name
+    of that function; None where the call was over before.
+    """
+    where: str | None = None
+    left = n
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        nonlocal left, where
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            left -= 1
+            if left == 0:
+                where = frame.f_code.co_name
+                raise KeyboardInterrupt
+
+    gc.collect()  # so that nobody's `__del__` is broken off instead
+    gc.disable()
+    sys.settrace(interrupt)
+    try:
+        call()
+    except (KeyboardInterrupt, weclaw.Full):
+        pass
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return where
+
+
+def test_a_get_that_was_broken_off_at_any_call_leaves_nothing_leased(tmp_path: Path) -> None:
+    """What it had taken is ready again at once, as if nobody had been given it."""
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        with weclaw.Queue(tmp_path / f"{n}.wq", visibility_timeout=None) as q:
+            q.put("x")
+            got: list[weclaw.Message] = []
+            where = break_off(lambda q=q, got=got: got.append(q.get()), n)
+            if where is None:
+                break
+            places.append(where)
+            assert got or q.stats()[:3] == (1, 0, 0), places
+            assert not q._store._engine.waker._waiters, places
+            if not got:
+                assert q.get(block=False).delivery_count == 1, places
+    assert {"take", "finish", "write_at", "messages_of"} <= set(places)
+
+
+@pytest.mark.parametrize("result", [None, {"a": 1}])
+def test_an_ack_that_was_broken_off_at_any_call_is_done_or_can_be_done_again(
+    tmp_path: Path, result: object
+) -> None:
+    """Whoever was interrupted is told the truth by the next ack."""
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        with weclaw.Queue(tmp_path / f"{n}.wq", visibility_timeout=None) as q:
+            q.put("x")
+            msg = q.get()
+            where = break_off(lambda msg=msg: msg.ack(result), n)
+            if where is None:
+                break
+            places.append(where)
+            if q.status(msg.id) == "leased":
+                msg.ack(result)
+            else:
+                with pytest.raises(weclaw.LeaseLostError, match="settled already"):
+                    msg.ack()
+            assert q.status(msg.id) == "done", places
+            assert not q._store._engine.held, places
+    assert {"ack", "write_at", "durable"} <= set(places)
+
+
+@pytest.mark.parametrize("what", ["join", "result", "put"])
+def test_who_waits_and_is_broken_off_at_any_call_waits_no_more(tmp_path: Path, what: str) -> None:
+    """But where Ctrl-C comes just as it is seen to."""
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        with weclaw.Queue(tmp_path / f"{n}.wq", maxsize=1) as q:
+            id = q.put("x")
+
+            def wait(q: weclaw.Queue = q, id: str = id) -> None:
+                if what == "join":
+                    q.join(0.01)
+                elif what == "put":
+                    q.put("y", timeout=0.01)
+                else:
+                    with pytest.raises(weclaw.Empty):
+                        q.result(id, 0.01)
+
+            where = break_off(wait, n)
+            if where is None:
+                break
+            places.append(where)
+            if where not in ("discard", "_no_room"):
+                assert not q._store._engine.waker._waiters, places
+    assert {"wait_for", "wait", "_sleep"} <= set(places)
+
+
+def test_ctrl_c_twice_leaves_nothing_that_a_later_call_would_write(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that is broken off, and broken off again as it is taken back, is not there later."""
+    finish, discard = Session.finish, Appending.discard
+    came: list[str] = []
+
+    def broken_finish(self: Session) -> None:
+        if not came:
+            came.append("finish")
+            raise KeyboardInterrupt
+        finish(self)
+
+    def broken_discard(self: Appending) -> None:
+        if len(came) == 1:
+            came.append("discard")
+            raise KeyboardInterrupt
+        discard(self)
+
+    with weclaw.Queue(path) as q:
+        q.put("before")
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "finish", broken_finish)
+            patch.setattr(Appending, "discard", broken_discard)
+            with pytest.raises(KeyboardInterrupt):
+                q.put("broken off")
+        assert came == ["finish", "discard"]
+        q.put("after")
+        assert [msg.body for msg in q.peek(5)] == ["before", "after"]
+    shutil.rmtree(f"{path}.d")
+    with weclaw.Queue(path) as q:  # by the log alone
+        assert [msg.body for msg in q.peek(5)] == ["before", "after"]
+
+
+def test_ctrl_c_in_a_put_does_not_end_the_flushes_of_batch(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came just when the next one was to be planned: the next put plans it."""
+    with weclaw.Queue(path, flush="batch", flush_interval_ms=20) as q:
+        engine = q._store._engine
+        with monkeypatch.context() as patch:
+
+            def call_at(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(engine.timer, "call_at", call_at)
+            with pytest.raises(KeyboardInterrupt):
+                q.put("broken off")
+        q.put("after")
+        tail = engine.page.words[TAIL]
+        until_s = time.monotonic() + 30
+        while not engine.is_durable(tail):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)

@@ -321,11 +321,11 @@ class Appending(Slots, Reading):
             if len(buffers) > 1 and self._end - self._tail <= JOIN_BYTES:
                 buffers = [b"".join(buffers)]
             written = _files.write_at(self.fd, buffers, self._run_at)
+            if self._begun:
+                self._publish_begun()
         except BaseException as error:
             self._undo(error)
             raise
-        if self._begun:
-            self._publish_begun()
         if self._checkpoint:
             words[CHECKPOINT] = self._checkpoint
             self._checkpoint = 0
@@ -353,14 +353,16 @@ class Appending(Slots, Reading):
         self.count_spares()
 
     def _undo(self, error: BaseException) -> None:
-        """Take back a write that failed; one that was interrupted is left to `heal`."""
+        """Take back a write that failed. One that was interrupted is taken back or finished, so
+        that whoever was knows by the tail what became of it.
+        """
         if isinstance(error, OSError | DiskFullError):
             self.state.words[WRITING] = _UNDOING
-            try:
-                self.heal()
-            except (OSError, StorageError):
-                # Left to whoever has the lock next, who finds WRITING set.
-                self.discard()
+        try:
+            self.heal()
+        except (OSError, StorageError):
+            # Left to whoever has the lock next, who finds WRITING set.
+            self.discard()
 
     def discard(self) -> None:
         """Drop what is pending and wasn't written."""

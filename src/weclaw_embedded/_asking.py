@@ -70,37 +70,34 @@ class Asking(Handle):
             waiter = None if until_s == 0.0 else new_waiter(SETTLED)
             dead: list[int] = []
             try:
-                found = self._outcome(engine, id, dead, waiter)
-            except CorruptError as error:
-                if waiter is not None:
-                    engine.waker.discard(waiter)
-                if self._met(error):
-                    continue
-                raise
-            self._remember_dead(dead)
-            if found.state in ("done", "dead", "unknown") and waiter is not None:
-                engine.waker.discard(waiter)
-            if found.state == "done":
                 try:
-                    return self._result_at(engine, found.ack_at)
+                    found = self._outcome(engine, id, dead, waiter)
                 except CorruptError as error:
-                    if not engine.heal(error.offset, error.offset + 1):
-                        raise
-                    continue
-                except LookupError:
-                    if found.ack_at == before:
-                        raise self._unknown(id) from None
-                    before = found.ack_at  # carried up, and its segment freed, since we looked
-                    continue
-            if found.state == "dead":
-                raise DeadLetterError(self.dlq._at(found.offset))
-            if found.state == "unknown":
-                raise self._unknown(id)
-            if waiter is None or (until_s is not None and time.monotonic() >= until_s):
-                if waiter is not None:
-                    engine.waker.discard(waiter)
-                raise Empty(f"message {id} is not settled yet (it is {found.state})")
-            self._sleep(engine, waiter, self._wake_at(engine, found.look_again_us, until_s))
+                    if self._met(error):
+                        continue
+                    raise
+                self._remember_dead(dead)
+                if found.state == "done":
+                    try:
+                        return self._result_at(engine, found.ack_at)
+                    except CorruptError as error:
+                        if not engine.heal(error.offset, error.offset + 1):
+                            raise
+                        continue
+                    except LookupError:
+                        if found.ack_at == before:
+                            raise self._unknown(id) from None
+                        before = found.ack_at  # carried up, and its segment freed, since we looked
+                        continue
+                if found.state == "dead":
+                    raise DeadLetterError(self.dlq._at(found.offset))
+                if found.state == "unknown":
+                    raise self._unknown(id)
+                if waiter is None or (until_s is not None and time.monotonic() >= until_s):
+                    raise Empty(f"message {id} is not settled yet (it is {found.state})")
+                self._sleep(engine, waiter, self._wake_at(engine, found.look_again_us, until_s))
+            finally:
+                engine.waker.discard(waiter)
 
     def _outcome(
         self, engine: Engine, id: str, dead: list[int], waiter: Waiter | None
@@ -108,8 +105,6 @@ class Asking(Handle):
         try:
             return engine.execute(_queries.outcome, self._address, id, dead, waiter)
         except StoreFailedError as error:
-            if waiter is not None:
-                engine.waker.discard(waiter)
             looker = engine.last_look(error)
             found = looker.execute(_queries.outcome, self._address, id, dead, None)
             if found.state in ("done", "dead", "unknown") or waiter is None:
@@ -176,13 +171,15 @@ class Asking(Handle):
                 _delivery.wait_settled(session, group.tid, waiter)
                 return left, _taking.next_look(session, group)
 
-            left, look_again_us = engine.execute(count)
-            if not left:
-                return True
-            if until_s is not None and time.monotonic() >= until_s:
+            try:
+                left, look_again_us = engine.execute(count)
+                if not left:
+                    return True
+                if until_s is not None and time.monotonic() >= until_s:
+                    return False
+                self._sleep(engine, waiter, self._wake_at(engine, look_again_us, until_s))
+            finally:
                 engine.waker.discard(waiter)
-                return False
-            self._sleep(engine, waiter, self._wake_at(engine, look_again_us, until_s))
 
     def peek(self, n: int = 1) -> list[Message]:
         """The next `n` messages as they would be delivered; takes nothing, and they can't be

@@ -19,7 +19,7 @@ from . import _clock, _records
 from ._engine import Engine
 from ._index import GroupState, Location, Row, Tx
 from ._options import RetryPolicy
-from ._records import NEVER, RELEASE
+from ._records import NEVER, RELEASE, UNDO
 from ._session import ALL, Session
 from ._shared import LEASES_SEQ, READY, SETTLED, mask_of
 from ._wake import READY_BYTE, SETTLED_BYTE, Waiter, waiter_for
@@ -133,13 +133,13 @@ class Lease:
         self.delivery = _records.one_more(row.delivery)
         self.unblocks = bool(row.keyed or row.crash)
 
-    def release_record(self) -> bytes:
-        """Hand it back uncounted."""
+    def release_record(self, undo: bool = False) -> bytes:
+        """Hand it back uncounted. `undo`: a delivery that nobody ever saw is none."""
         return _records.pack_return(
             self.gid,
             self.offset,
-            RELEASE,
-            delivery=self.delivery,
+            UNDO if undo else RELEASE,
+            delivery=self.delivery - 1 if undo else self.delivery,
             retry=self.retry,
             crash=self.crash,
         )[0]

@@ -351,9 +351,13 @@ class Durability:
                     self.timer.call_at(0.0, self._flush_quietly)
             return self._flush_to if is_full else 0
         if not self.flush_is_due:
-            self.flush_is_due = True
             due_s = time.monotonic() + options.flush_interval_ms / 1000
-            self.timer.call_at(due_s, self._timed_flush)
+            try:
+                self.flush_is_due = True
+                self.timer.call_at(due_s, self._timed_flush)
+            except BaseException:  # Ctrl-C: the next one is to see to it
+                self.flush_is_due = False
+                raise
         return 0
 
     def _timed_flush(self) -> None:

@@ -29,6 +29,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from typing_extensions import TypeVarTuple, Unpack
@@ -279,7 +280,11 @@ class Engine(
                         self._take_pokes(session)
                 except BaseException as error:
                     if session is not None:
-                        session.abort(error)
+                        try:
+                            session.abort(error)
+                        except BaseException:  # Ctrl-C, again: it must not leave a frame pending
+                            session.abort(error)
+                            raise
                     if isinstance(error, OSError):
                         raise self.fail(f"writing failed: {error}") from error
                     raise
@@ -290,6 +295,8 @@ class Engine(
             if session is not None and session.woken:
                 # For what others put. They are marked no more, whatever became of this turn.
                 self.wake(session.woken, READY_BYTE)
+            if session is not None and session.begun:
+                self.give_back_unseen([*chain.from_iterable(session.begun)])
             if not (
                 isinstance(error, DiskFullError)
                 and session is not None
@@ -298,16 +305,21 @@ class Engine(
             ):
                 raise
             return self.turn(operation, what)
-        if session.tail >= self._look_at or not session.is_plain:
-            result = self._after(session, result)
-        if not self._upkeep_due and session.settled:
-            self._upkeep_soon()
-        if session.must_sync:
-            if session.shares_sync:
-                self.await_anothers(session.tail)
-            self.durable(session.tail)
-            if session.replicated:
-                session.confirm(session.tail, session.take_puts())
+        try:
+            if session.tail >= self._look_at or not session.is_plain:
+                result = self._after(session, result)
+            if not self._upkeep_due and session.settled:
+                self._upkeep_soon()
+            if session.must_sync:
+                if session.shares_sync:
+                    self.await_anothers(session.tail)
+                self.durable(session.tail)
+                if session.replicated:
+                    session.confirm(session.tail, session.take_puts())
+        except BaseException:
+            if session.begun:
+                self.give_back_unseen([*chain.from_iterable(session.begun)])
+            raise
         return result
 
     def turn(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
@@ -449,7 +461,7 @@ class Engine(
         self.waker.close()
 
     def _leave(self, session: Session) -> None:
-        self._release(session, lambda holder: True)
+        self._release(session, [*self.held])
         self.page.set_token(self.slot, 0)
         session.ready = ALL  # what this process was woken for, and did not take, is the others'
 

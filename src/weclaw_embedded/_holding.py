@@ -11,6 +11,7 @@ It must not know what a holder does with a message.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -114,11 +115,11 @@ class Holding:
                     shares = self.share_sync(tail)
             except BaseException as error:
                 if start >= 0:
-                    log.discard()
-                    self._written_to = -1
-                    if words[TAIL] == start and not words[WRITING]:
-                        lease.over = False
-                        self.held.add(lease)
+                    try:
+                        self._not_ended(lease, start)
+                    except BaseException:  # Ctrl-C, again: it must not leave a frame pending
+                        self._not_ended(lease, start)
+                        raise
                 if isinstance(error, DiskFullError):
                     return -1  # there may be room once it is made
                 if isinstance(error, OSError):
@@ -136,6 +137,16 @@ class Holding:
                 self.await_anothers(tail)
             self.durable(tail)
         return tail
+
+    def _not_ended(self, lease: Any, start: int) -> None:
+        """`end` has failed, or was interrupted: if nothing of it is in the log, which ended at
+        `start`, the lease goes on. Under the write lock; may be done again.
+        """
+        self.log.discard()
+        self._written_to = -1
+        if self.page.words[TAIL] == start and not self.page.words[WRITING]:
+            lease.over = False
+            self.held.add(lease)
 
     def suspects_held(self) -> int:
         """Messages of this process that were in a crash before; one at a time is handed out."""
@@ -190,7 +201,7 @@ class Holding:
         """
         if self.closed or self.page.words[FAILED] or self._failure:
             return
-        untold = self.leave_with(functools.partial(self._release, belongs=belongs))
+        untold = self.leave_with(lambda session: self._release(session, self._held_by(belongs)))
         if untold is not None:
             raise untold
 
@@ -210,8 +221,20 @@ class Holding:
                     untold = untold or error
         return untold
 
-    def _release(self, session: Session, belongs: Callable[[Any], bool]) -> None:
-        leases = [lease for lease in self.held if belongs(lease.holder)]
+    def _held_by(self, belongs: Callable[[Any], bool]) -> list[Any]:
+        return [lease for lease in self.held if belongs(lease.holder)]
+
+    def give_back_unseen(self, leases: Sequence[Any]) -> None:
+        """The call that leased these was interrupted behind its write, so that nobody has seen
+        them: ready again, as if they had not been delivered.
+        """
+        unseen = [lease for lease in leases if not lease.over]
+        if unseen:
+            # What fails here is met again by the next call; they are handed back at the close.
+            with contextlib.suppress(StorageError, ClosedError):
+                self.execute(lambda session: self._release(session, unseen, undo=True))
+
+    def _release(self, session: Session, leases: Sequence[Any], undo: bool = False) -> None:
         # The last lease of each message; the ones before ran out.
         last = {
             (lease.gid, lease.offset): lease
@@ -224,8 +247,8 @@ class Holding:
             if session.tx.is_leased_to(lease.gid, lease.offset, self.token)
         ]
         if ours:
-            session.append([(lease.release_record(),) for lease in ours])
+            session.append([(lease.release_record(undo),) for lease in ours])
             session.ready = ALL
         for lease in ours:
-            lease.handed_back = True
+            lease.handed_back = not undo
         self.lose(leases)

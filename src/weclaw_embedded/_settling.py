@@ -18,7 +18,7 @@ from ._delivery import (
     deadline_of,
 )
 from ._options import RetryPolicy
-from ._records import NACK, RELEASE, UNDO
+from ._records import NACK
 from ._session import SYNC, Session
 from ._shared import LEASES_SEQ
 from .errors import LeaseLostError
@@ -165,15 +165,7 @@ def _dead_of(
 
 def release(session: Session, lease: Lease, undo: bool = False) -> None:
     """Ready again now, uncounted. `undo`: a delivery that nobody ever saw is none."""
-    record = _records.pack_return(
-        lease.gid,
-        lease.offset,
-        UNDO if undo else RELEASE,
-        delivery=lease.delivery - 1 if undo else lease.delivery,
-        retry=lease.retry,
-        crash=lease.crash,
-    )
-    end(session, (lease, record[0], None))
+    end(session, (lease, lease.release_record(undo), None))
     session.ready |= lease.mask
 
 

@@ -167,6 +167,9 @@ def _commit(
         except NoRoom as error:
             waiter, may_reclaim = queue._no_room(engine, error, until_s, waiter, may_reclaim)
             continue
+        except BaseException:
+            engine.waker.discard(waiter)
+            raise
         if queue._policy == BATCH and (
             until := engine.flush_later(queue._store._options, len(puts))
         ):

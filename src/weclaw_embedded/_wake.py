@@ -143,10 +143,12 @@ class Waker:
                 self._start()
             self._waiters.add(waiter)
 
-    def discard(self, waiter: Waiter) -> None:
-        """Forget a waiter; whoever waited calls this. If the pipe has no reader now, another one
-        who waits stirs and becomes it.
+    def discard(self, waiter: Waiter | None) -> None:
+        """Forget a waiter, if there is one; whoever waited calls this. If the pipe has no reader
+        now, another one who waits stirs and becomes it.
         """
+        if waiter is None:
+            return
         with self._lock:
             self._waiters.discard(waiter)
             if not self._reader:

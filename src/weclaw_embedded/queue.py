@@ -7,7 +7,6 @@ after the lock is given back; everything between is an operation of `_delivery` 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import warnings
@@ -16,7 +15,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _codecs, _delivery, _putting, _queries, _settling, _taking, _values
+from . import _codecs, _delivery, _putting, _queries, _taking, _values
 from ._asking import Asking
 from ._delivery import Address, Encoded, Lease, Terms, new_waiter
 from ._engine import Engine
@@ -383,6 +382,9 @@ class Queue(Asking):
             except NoRoom as error:
                 waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
                 continue
+            except BaseException:
+                engine.waker.discard(waiter)
+                raise
             if self._policy == BATCH and (
                 until := engine.flush_later(self._store._options, len(ids))
             ):
@@ -400,20 +402,22 @@ class Queue(Asking):
         """Make room, or wait for it. What to try again with: a waiter to be registered, and whether
         settled space may be freed then. Raises Full when the time is over.
         """
-        if isinstance(error, NoBytes) and may_reclaim and engine.make_room():
-            return waiter, False
-        if until_s == 0.0 or (until_s is not None and time.monotonic() >= until_s):
-            if waiter is not None:
-                engine.waker.discard(waiter)
-            raise Full(str(error)) from None
-        # Only now: most puts find room. What happened before it was registered is seen by the next
-        # look, which is made before sleeping.
-        if waiter is None:
-            return new_waiter(SETTLED), may_reclaim
-        # Room also comes of itself, when a message runs out.
-        look_s = time.monotonic() + _LOOK_FOR_ROOM_S
-        self._sleep(engine, waiter, look_s if until_s is None else min(look_s, until_s))
-        return None, True
+        try:
+            if isinstance(error, NoBytes) and may_reclaim and engine.make_room():
+                return waiter, False
+            if until_s == 0.0 or (until_s is not None and time.monotonic() >= until_s):
+                raise Full(str(error)) from None
+            # Only now: most puts find room. What happened before it was registered is seen by the
+            # next look, which is made before sleeping.
+            if waiter is None:
+                return new_waiter(SETTLED), may_reclaim
+            # Room also comes of itself, when a message runs out.
+            look_s = time.monotonic() + _LOOK_FOR_ROOM_S
+            self._sleep(engine, waiter, look_s if until_s is None else min(look_s, until_s))
+            return None, True
+        except BaseException:
+            engine.waker.discard(waiter)
+            raise
 
     def cancel(self, id: str) -> bool:
         """Take a message out of every group. False if it is unknown, or any group holds it or has
@@ -476,33 +480,27 @@ class Queue(Asking):
                 if engine.others:
                     engine.fold_ahead()
                 taken = engine.run(_taking.take, (self._address, n, visibility_s, waiter))
-            except BaseException:
-                if waiter is not None:
-                    engine.waker.discard(waiter)
-                raise
-            if taken.leases:
-                try:
-                    if taken.dead:
-                        self._remember_dead(taken.dead)
-                    messages = self._messages_of(engine, taken.leases, Message)
-                except BaseException:
-                    # Interrupted before anybody saw them: no delivery.
-                    for lease in taken.leases:
-                        with contextlib.suppress(Exception):
-                            engine.execute(_settling.release, lease, True)
-                    raise
-                if messages:
-                    return messages
-                continue
-            if taken.dead:
-                self._remember_dead(taken.dead)
-            if waiter is not None:
+                if taken.leases:
+                    try:
+                        if taken.dead:
+                            self._remember_dead(taken.dead)
+                        messages = self._messages_of(engine, taken.leases, Message)
+                    except BaseException:
+                        engine.give_back_unseen(taken.leases)
+                        raise
+                    if messages:
+                        return messages
+                    continue
+                if taken.dead:
+                    self._remember_dead(taken.dead)
+                if waiter is None:
+                    engine.settle_left()
+                    raise _taking.nothing_ready(self._address, taken.paused)
                 self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
-                in_time = until_s is None or time.monotonic() < until_s
-                waiter = Waiter() if in_time else None
-            else:
-                engine.settle_left()
-                raise _taking.nothing_ready(self._address, taken.paused)
+            except BaseException:
+                engine.waker.discard(waiter)
+                raise
+            waiter = Waiter() if until_s is None or time.monotonic() < until_s else None
 
     def _visibility(self, given: float | Unset | None) -> float | None:
         if given is UNSET:
