@@ -118,7 +118,7 @@ class Store:
         self._arguments = arguments
         self.readonly = options.readonly
         self._consumer = options.consumer or f"{socket.gethostname()}:{os.getpid()}"
-        self._queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+        self._queues: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
         self._shared = self._open()
         self._closed = False
 
@@ -199,11 +199,17 @@ class Store:
         options = queue_options(arguments)
         self._engine  # noqa: B018  a closed store says so
         queue = Queue._of(self, options)
-        self._queues.add(queue)
+        self._queues[id(queue)] = queue
         return queue
 
     def _forget(self, queue: Queue) -> None:
-        self._queues.discard(queue)
+        self._queues.pop(id(queue), None)
+
+    def _open_queues(self) -> list[Queue]:
+        """Those that this store has open now."""
+        # By one call: to iterate fails when another thread opens one meanwhile.
+        found = [ref() for ref in self._queues.valuerefs()]
+        return [queue for queue in found if queue is not None]
 
     def groups(self) -> list[GroupInfo]:
         """Every group of every topic, sorted by topic and name."""
@@ -268,7 +274,7 @@ class Store:
         if not self._closing.acquire(blocking=False):
             return  # two threads that close at once are one closing
         try:
-            for queue in list(self._queues):
+            for queue in self._open_queues():
                 queue._tell_untold()
                 queue._closed = True
             self._closed = True

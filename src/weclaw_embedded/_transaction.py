@@ -130,7 +130,7 @@ def maxsizes_of(queue: Queue, puts: list[tuple[Address, Encoded]]) -> dict[str, 
     if queue.topic in topics and queue.maxsize:
         found[queue.topic] = queue.maxsize
     topics.discard(queue.topic)
-    for other in list(queue._store._queues) if topics else ():
+    for other in queue._store._open_queues() if topics else ():
         topic, limit = other.topic, other.maxsize
         if topic in topics and limit and other.group == queue.group and not other._closed:
             found[topic] = min(limit, found.get(topic, limit))
@@ -139,7 +139,7 @@ def maxsizes_of(queue: Queue, puts: list[tuple[Address, Encoded]]) -> dict[str, 
 
 def remember_dead(queue: Queue, topic: str, dead: list[int]) -> None:
     """Letters of any topic that this store has open for the same group."""
-    for other in [queue, *queue._store._queues]:
+    for other in [queue, *queue._store._open_queues()]:
         if other.topic == topic and other.group == queue.group and not other._closed:
             other._remember_dead(dead)
             return

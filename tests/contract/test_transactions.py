@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 
 import pytest
@@ -65,6 +66,30 @@ def test_a_transaction_waits_until_all_it_puts_has_room(open_store):
     assert not thread.is_alive()
     assert q.result(msg.id) == "done"
     assert (q.qsize(), following.qsize()) == (2, 2)
+
+
+def test_a_transaction_is_no_matter_of_what_queues_are_opened_meanwhile(open_store):
+    """Another thread may open one between any two of its lines."""
+    store = open_store()
+    q = store.queue()
+    opened = [store.queue("other", maxsize=1), store.queue("third")]
+    before = sys.gettrace()
+
+    def open_one(frame, event, arg):
+        if event == "line" and len(opened) < 200:
+            sys.settrace(None)  # not at the lines of the opening
+            opened.append(store.queue(f"topic {len(opened)}"))
+            sys.settrace(open_one)
+        return open_one
+
+    try:
+        with q.transaction() as tx:
+            tx.put("a", topic="other")
+            sys.settrace(open_one)
+    finally:
+        sys.settrace(before)
+    assert len(opened) == 200
+    assert store.queue("other").qsize() == 1
 
 
 def test_a_transaction_that_only_acks_never_waits(open_queue):
