@@ -342,6 +342,7 @@ class Durability:
         for it (`durable`) is returned; else 0.
         """
         self._unsynced += n
+        until = 0
         if n and 2 * self._unsynced >= options.flush_messages:
             words = self.page.words
             is_full = self._unsynced >= options.flush_messages
@@ -349,7 +350,9 @@ class Durability:
                 self._flush_to = words[TAIL]
                 if not is_full:
                     self.timer.call_at(0.0, self._flush_quietly)
-            return self._flush_to if is_full else 0
+            if is_full:
+                until = self._flush_to
+        # In any case: the one that is under way may have begun before this was written.
         if not self.flush_is_due:
             due_s = time.monotonic() + options.flush_interval_ms / 1000
             try:
@@ -358,7 +361,7 @@ class Durability:
             except BaseException:  # Ctrl-C: the next one is to see to it
                 self.flush_is_due = False
                 raise
-        return 0
+        return until
 
     def _timed_flush(self) -> None:
         self.flush_is_due = False

@@ -961,6 +961,30 @@ def test_batch_forces_to_disk_whatever_was_written(open_queue, monkeypatch, how)
     assert synced.wait(10.0)
 
 
+def test_batch_forces_to_disk_what_is_put_while_a_flush_is_under_way(open_queue, monkeypatch):
+    """That one does not reach so far: the next is made within the interval, too."""
+    q = open_queue(flush="batch", flush_interval_ms=50, flush_messages=6)
+    under_way, let_go = threading.Event(), threading.Event()
+    last, synced = threading.Event(), threading.Event()
+    sync = _files.sync_data
+
+    def held(fd):
+        covers = last.is_set()  # it began when all was written
+        under_way.set()
+        assert let_go.wait(60.0)
+        sync(fd)
+        if covers:
+            synced.set()
+
+    monkeypatch.setattr(_files, "sync_data", held)
+    q.put_many([1, 2, 3])  # half as many: it is begun
+    assert under_way.wait(10.0)
+    q.put("the last one")
+    last.set()
+    let_go.set()
+    assert synced.wait(10.0)
+
+
 def test_an_id_the_library_made_is_put_once_too(open_store):
     """Putting under the id of a message that is kept stores nothing, whoever made the id."""
     store = open_store()
