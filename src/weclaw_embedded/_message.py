@@ -303,7 +303,7 @@ class Message(Bodied):
             backoff,
             clip(reason, "nack"),
             count,
-            queue._consumer,
+            queue._store._consumer,
             queue._policy,
         )
         if died:
@@ -312,7 +312,8 @@ class Message(Bodied):
     def fail(self, reason: str | None = None) -> None:
         """Straight to the dead letters, whatever retries are left."""
         queue = self._queue
-        self._settle(_settling.fail, clip(reason, "failed"), queue._consumer, queue._policy)
+        consumer = queue._store._consumer
+        self._settle(_settling.fail, clip(reason, "failed"), consumer, queue._policy)
         self._died()
 
     def release(self) -> None:

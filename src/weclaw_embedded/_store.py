@@ -117,7 +117,6 @@ class Store:
         self._options = options
         self._arguments = arguments
         self.readonly = options.readonly
-        self._consumer = options.consumer or f"{socket.gethostname()}:{os.getpid()}"
         self._queues: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
         self._shared = self._open()
         self._closed = False
@@ -132,6 +131,8 @@ class Store:
         )
 
     def _open(self) -> Engine:
+        # Here, because a child has a name of its own.
+        self._consumer = self._options.consumer or f"{socket.gethostname()}:{os.getpid()}"
         with typed_errors(self.path):
             return self._open_engine()
 

@@ -179,7 +179,6 @@ class Queue(Asking):
         number, name, self._encode_body = _codecs.encoder(self._codec)
         self._terms = Terms(number, name)
         self._policy = POLICIES[store._options.flush]
-        self._consumer = store._consumer
         self._holder = Holder(store)
         self._untold = {}
         self._address = Address(

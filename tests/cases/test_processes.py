@@ -182,6 +182,37 @@ def test_a_transaction_that_was_begun_before_a_fork_is_the_parents(path):
         child.end()
 
 
+def fail_in_a_child(pipe, path, consumer):
+    """One is failed by a forked child, which dies of the next; the parent finds that dead."""
+    import contextlib
+    import socket
+
+    q = weclaw.Queue(path, consumer=consumer, retry=weclaw.RetryPolicy(backoff=0.0, max_crashes=0))
+    q.put_many(["failed", "killed"])
+    pid = os.fork()
+    if pid == 0:
+        try:
+            q.get().fail("in the child")
+            q.get()
+        finally:
+            os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    with contextlib.suppress(weclaw.Empty):
+        q.get(block=False)
+    names = [failure.consumer for letter in q.dlq for failure in letter.failures]
+    pipe.send((f"{socket.gethostname()}:{pid}", names))
+    q.close()
+
+
+@pytest.mark.parametrize("consumer", [None, "given"])
+def test_a_child_has_a_name_of_its_own(path, consumer):
+    """What it fails, and what it dies of, is noted under its pid, unless a name was given."""
+    with Child(fail_in_a_child, path, consumer, env={"PYTHONWARNINGS": "ignore"}) as child:
+        name, names = child.hear()
+        child.end()
+    assert names == [consumer or name] * 2
+
+
 def fork_many(pipe, path):
     q = weclaw.Queue(path)
     q.put("first")
