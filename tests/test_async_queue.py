@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files
+from weclaw_embedded.wal import LAST, SPARES
 
 NO_WAIT = weclaw.RetryPolicy(backoff=0.0)
 
@@ -423,6 +425,53 @@ def test_the_loop_never_waits_for_the_disk(path, monkeypatch):
         monkeypatch.setattr(_files, "sync_data", real)
         await unsynced.close()
         await q.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("options", [{}, {"retention": 0}, {"retention": 0, "flush": "os"}])
+def test_what_only_a_loop_settles_has_its_space_seen_to_by_another_thread(
+    path, monkeypatch, options
+):
+    """Over several segments the loop's thread syncs nothing and zeroes no slot; a spare is there
+    before the next one begins, and what is settled is given back.
+    """
+    on_loop = []
+    n = 6000
+    sync_data, zero_fill = _files.sync_data, _files.zero_fill
+
+    def noted(what, real):
+        def door(*args):
+            if threading.current_thread() is threading.main_thread():
+                on_loop.append((what, [frame.name for frame in traceback.extract_stack()[-12:-1]]))
+            return real(*args)
+
+        return door
+
+    with weclaw.Queue(path, segment_bytes=65536, visibility_timeout=600, **options) as q:
+        q.put_many(list(range(n)))
+
+    async def main():
+        async with weclaw.AsyncQueue(path, visibility_timeout=600) as q:
+            msgs = []
+            while len(msgs) < n:
+                msgs += await q.get_many(n)
+            words = q.store._engine.page.words
+            begun = words[LAST]
+            monkeypatch.setattr(_files, "sync_data", noted("sync", sync_data))
+            monkeypatch.setattr(_files, "zero_fill", noted("zeroes", zero_fill))
+            for at in range(0, n, 100):
+                for msg in msgs[at : at + 100]:
+                    msg.ack()
+                # Nobody else writes.
+                await asyncio.to_thread(eventually, lambda: words[SPARES], 20)
+            assert words[LAST] - begun >= 3
+            if "retention" in options:
+                await asyncio.to_thread(
+                    eventually, lambda: os.stat(path).st_blocks * 512 < 6 * 65536, 20
+                )
+            assert on_loop == []
+            monkeypatch.undo()
 
     run(main())
 

@@ -1,7 +1,8 @@
 """Messages, transactions and dead letters as a task of an event loop sees them.
 
 Role: what settles is written at once, on the loop, and never synced there; what comes back may be
-awaited, which waits for the disk. What only looks goes to a small pool of threads.
+awaited, which waits for the disk. What only looks goes to a small pool of threads. Only where a
+full disk would have it refused is room made there and then, with the syncs that takes.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ class AsyncQueue:
     used in several loops and threads; opening the file is done when it is made, so on a running
     loop with a slow disk use `await asyncio.to_thread(weclaw.AsyncQueue, path)`. No other call
     waits for a disk on the loop: all that waits at the same time shares one write and one sync.
+    (But for settling on a disk so full that it would be refused: room is made first, on the loop.)
 
     A cancelled `get` loses nothing and is no delivery. A cancelled `put` may have happened, and
     never half; one that still waited for room has not. What else is cancelled may have happened.

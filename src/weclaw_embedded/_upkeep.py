@@ -5,13 +5,15 @@ a segment is filled, when one begins, soon after something was settled, and when
 none. What may be given back, and in what steps, is `_reclaim`'s.
 
 Invariants: upkeep never fails the call that it comes after; what it could not do is done by the
-next one, and a failure is in the shared page. It does not run inside itself.
+next one, and a failure is in the shared page. It does not run inside itself. It syncs and zeroes,
+so an event loop never does it, but leaves it to the timer's thread.
 
 It must not know what the records mean.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -23,7 +25,7 @@ from ._session import Session
 from ._shared import SharedPage
 from ._wake import Timer
 from .errors import ClosedError, DiskFullError, StorageError
-from .wal import LAST, RESERVE, SPARES, Log
+from .wal import LAST, RESERVE, SPARES, TAIL, Log
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -51,6 +53,15 @@ def _prepare_spare(session: Session) -> None:
     session.log.prepare_spare()
 
 
+def _on_loop() -> bool:
+    """Whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 class Upkeep:
     """What `Engine` inherits to keep space, and to give it back."""
 
@@ -73,13 +84,15 @@ class Upkeep:
         """See to it that there is space for what comes: now and then, and when a segment begins, be
         it another process that began it.
         """
-        words = self.page.words
-        last = words[LAST]
-        log = self.log
+        if _on_loop():
+            # In this order: after Ctrl-C in between it is called once too often, and not never.
+            self.timer.call_at(0.0, self._look_for_loop)
+            self._look_again(tail)
+            return
+        last = self.page.words[LAST]
         makes_room = self._room_maker == threading.get_ident()
         if not makes_room:
-            looks = LOOKS if words[RESERVE] else _FEW_LOOKS
-            self._look_at = min((last + 1) << log.bits, tail + log.segment_bytes // looks)
+            self._look_again(tail)
         if last != self._last_segment:
             # At once, so that space is used again as fast as it is used up.
             self._last_segment = last
@@ -87,9 +100,26 @@ class Upkeep:
             self._upkeep_soon()
         if makes_room:
             return  # the rest would wait for it; it is the next turn's
-        if not words[SPARES]:
+        if not self.page.words[SPARES]:
             self._keep_spare()
         self._look_after_reserve()
+
+    def _look_again(self, tail: int) -> None:
+        """Say from where on it is looked for space the next time."""
+        words = self.page.words
+        log = self.log
+        looks = LOOKS if words[RESERVE] else _FEW_LOOKS
+        self._look_at = min((words[LAST] + 1) << log.bits, tail + log.segment_bytes // looks)
+
+    def _look_for_loop(self) -> None:
+        """Do what an event loop has left to the timer's thread."""
+        if self.closed:
+            return
+        # First, since the rest may take syncs: should the next segment begin before there is a
+        # spare, the loop zeroes one itself.
+        if not self.page.words[SPARES]:
+            self._keep_spare()
+        self._look_for_space(self.page.words[TAIL])
 
     def _look_after_reserve(self) -> None:
         from ._reclaim import is_short
@@ -101,6 +131,10 @@ class Upkeep:
 
     def _feed_index(self) -> None:
         """Give the index space that the log has kept back: the reserve is for both."""
+        if _on_loop():
+            self.timer.call_at(0.0, self._feed_index)
+            self.index.room.is_short = False
+            return
         # A failure is in the shared page by now; a full disk leaves it as it is.
         with contextlib.suppress(StorageError, ClosedError):
             self.index.room.is_short = False
