@@ -19,6 +19,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from typing import Final
 
 from . import _files, _records
@@ -31,6 +33,8 @@ from ._session import Session
 from ._upkeep import OFTEN_S, UPKEEP_S
 from .errors import CorruptError, DiskFullError
 from .wal import HEAD, LAST, RESERVE, RESERVE_EACH, TAIL, Log
+
+logger = logging.getLogger("weclaw_embedded")
 
 # More live messages than this are not carried out of one segment in one step.
 _MAX_CARRIED: Final = 20_000
@@ -362,7 +366,7 @@ def keep_reserve(session: Session) -> None:
     if words[RESERVE] or is_short(log):
         need, each = _reserved_bytes(session)
         held_bytes = log.holding() * log.segment_bytes
-        if _files.room_bytes(log.fd) + held_bytes > _SHORT_BYTES + need:
+        if _disk_bytes(log) + held_bytes > _SHORT_BYTES + need:
             need = each = 0
     words[RESERVE], words[RESERVE_EACH] = need, each
     if need:
@@ -376,7 +380,18 @@ def is_short(log: Log) -> bool:
     """Whether the disk may have too little room left; quick, and rather once too often."""
     words = log.state.words
     kept_bytes: int = words[TAIL] - (words[HEAD] << log.bits)
-    return _files.room_bytes(log.fd) < _SHORT_BYTES + 8 * kept_bytes
+    return _disk_bytes(log) < _SHORT_BYTES + 8 * kept_bytes
+
+
+def _disk_bytes(log: Log) -> float:
+    """Bytes the log may still grow by. A file system that can't say is taken to be as it was when
+    it last could: that is no reason for any call to fail, and what it lacks is met in writing.
+    """
+    try:
+        return _files.room_bytes(log.fd)
+    except OSError as error:
+        logger.debug("it can't be asked how much room the disk has: %s", error)
+        return 0 if log.state.words[RESERVE] else math.inf
 
 
 def _reserved_bytes(session: Session) -> tuple[int, int]:

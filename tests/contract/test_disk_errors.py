@@ -8,7 +8,8 @@ import pytest
 from tests.helpers.queues import drain
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files
+from weclaw_embedded import _files, _reclaim
+from weclaw_embedded.wal import RESERVE
 
 
 def refuse(*_):
@@ -129,3 +130,21 @@ def test_an_index_that_is_not_synced_is_not_believed_and_closing_goes_on(path, m
     with weclaw.Queue(path) as q:
         assert len(made) == 1
         assert drain(q) == []
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_disk_that_does_not_say_how_much_room_it_has_fails_no_call(path, monkeypatch, is_short):
+    """Space is looked for after a put: it is written, and what was held for a short disk stays."""
+    if is_short:
+        monkeypatch.setattr(_reclaim, "_SHORT_BYTES", 1 << 60)
+    q = weclaw.Queue(path, segment_bytes=65536)
+    q.put("x" * 50_000)
+    held = [q.put("x" * 5000) for _ in range(20)]
+    words = q._store._engine.page.words
+    assert bool(words[RESERVE]) == is_short
+    monkeypatch.setattr(os, "fstatvfs", refuse)
+    held += [q.put("x" * 5000) for _ in range(100)]
+    assert bool(words[RESERVE]) == is_short
+    assert q.qsize() == 1 + len(held)
+    assert len(drain(q)) == 1 + len(held)
+    q.close()
