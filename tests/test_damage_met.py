@@ -274,3 +274,25 @@ def test_a_message_in_several_segments_is_healed_where_it_goes_on(
         path.unlink()
         copy.unlink()
         shutil.rmtree(f"{path}.d")
+
+
+def test_healing_that_ctrl_c_kept_from_being_called_for_is_called_for_again(
+    path: Path, open_queue: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flag says that it is due, and nobody would call it: whoever meets damage next does."""
+    engine = open_queue()._store._engine
+    calls: list[float] = []
+
+    def interrupted(when_s: float, function: Callable[[], None]) -> int:
+        calls.append(when_s)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        function()  # at once, as the timer's thread may
+        return 0
+
+    monkeypatch.setattr(engine.timer, "call_at", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.damage_met()
+    engine.damage_met()
+    engine.damage_met()
+    assert calls == [0.0, 0.0, 0.0]

@@ -166,9 +166,15 @@ class Damage:
         self._heal_soon(0.0)
 
     def _heal_soon(self, when_s: float) -> None:
-        if not self._heal_is_due:
+        if self._heal_is_due:
+            return
+        try:
+            # In this order: the timer, which takes the flag back, may be at it at once.
             self._heal_is_due = True
             self.timer.call_at(when_s, self._heal_quietly)
+        except BaseException:
+            self._heal_is_due = False  # Ctrl-C: whoever meets damage next has it healed
+            raise
 
     def _heal_quietly(self) -> None:
         self._heal_is_due = False
