@@ -90,7 +90,11 @@ class Asking(Handle):
                         before = found.ack_at  # carried up, and its segment freed, since we looked
                         continue
                 if found.state == "dead":
-                    raise DeadLetterError(self.dlq._at(found.offset))
+                    try:
+                        letter = self.dlq._at(found.offset)
+                    except KeyError:
+                        continue  # redriven or purged since we looked
+                    raise DeadLetterError(letter)
                 if found.state == "unknown":
                     raise self._unknown(id)
                 if waiter is None or (until_s is not None and time.monotonic() >= until_s):

@@ -74,6 +74,14 @@ class _Source:
         return _taking.nothing_ready(self._queue._address, self._paused)
 
 
+class _GoneSinceError(Exception):
+    """What `result` has found was carried up, redriven or purged before it was read."""
+
+    def __init__(self, ack_at: int | None) -> None:
+        super().__init__()
+        self.ack_at = ack_at
+
+
 class _TimeIsOver(Exception):
     """A join that waited long enough."""
 
@@ -294,23 +302,29 @@ class AsyncQueue:
         queue = self._queue
         if queue._store.readonly:
             return await in_pool(queue.result, id, timeout)
-        call = Op(
-            asyncio.get_running_loop(),
-            self._outcome,
-            id,
-            until_s=until_s,
-            late=lambda: Empty(f"message {id} was not settled in time"),
-            finish=lambda found: self._result_of(id, found),
-            queue=queue,
-        )
         engine = queue._engine
-        try:
-            return await io_of(engine).wait(call)
-        except (CorruptError, StoreFailedError) as error:
-            if isinstance(error, StoreFailedError) and not engine.is_lost():
-                raise
-            # Which heals or notes what is damaged, and looks at what is open.
-            return await in_pool(queue.result, id, timeout)
+        before: int | None = None
+        while True:
+            call = Op(
+                asyncio.get_running_loop(),
+                self._outcome,
+                id,
+                until_s=until_s,
+                late=lambda: Empty(f"message {id} was not settled in time"),
+                finish=lambda found: self._result_of(id, found),
+                queue=queue,
+            )
+            try:
+                return await io_of(engine).wait(call)
+            except _GoneSinceError as gone:
+                if gone.ack_at is not None and gone.ack_at == before:
+                    raise queue._unknown(id) from None
+                before = gone.ack_at
+            except (CorruptError, StoreFailedError) as error:
+                if isinstance(error, StoreFailedError) and not engine.is_lost():
+                    raise
+                # Which heals or notes what is damaged, and looks at what is open.
+                return await in_pool(queue.result, id, timeout)
 
     def _outcome(self, session: Session, waiter: Waiter | None, id: str) -> Any:
         dead: list[int] = []
@@ -325,11 +339,15 @@ class AsyncQueue:
 
     def _result_of(self, id: str, found: Outcome) -> Any:
         queue = self._queue
-        if found.state == "done":
-            return queue._result_at(queue._engine, found.ack_at)
-        if found.state == "dead":
-            raise DeadLetterError(queue.dlq._at(found.offset))
-        raise queue._unknown(id)
+        letter = None
+        try:
+            if found.state == "done":
+                return queue._result_at(queue._engine, found.ack_at)
+            if found.state == "dead":
+                letter = queue.dlq._at(found.offset)
+        except LookupError:
+            raise _GoneSinceError(found.ack_at) from None
+        raise queue._unknown(id) if letter is None else DeadLetterError(letter)
 
     async def status(self, id: str) -> str:
         """One of "ready" "delayed" "leased" "done" "dead" "unknown"."""

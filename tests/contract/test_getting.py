@@ -15,7 +15,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _clock, _waiting, aio, threads
+from weclaw_embedded import _clock, _waiting, aio, dlq, threads
 
 UTC = datetime.timezone.utc
 
@@ -447,6 +447,41 @@ def test_result(open_queue):
     q.close()
     q = open_queue()
     assert q.result(a) == {"answer": 42}
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "told"),
+    [
+        ("redrive", (weclaw.Empty, "is not settled yet|was not settled in time")),
+        ("purge", (KeyError, "is not known in topic")),
+        (None, (weclaw.DeadLetterError, "bad")),
+    ],
+)
+@pytest.mark.parametrize("awaits", [False, True])
+def test_the_result_of_a_letter_that_goes_between_the_look_and_the_reading(
+    path, monkeypatch, awaits, meanwhile, told
+):
+    """It is what it is by then: ready again, or unknown."""
+    q = weclaw.Queue(path)
+    task = q.put("a")
+    q.get().fail("bad")
+    real = dlq.DeadLetterQueue._at
+
+    def late(letters, offset):
+        monkeypatch.setattr(dlq.DeadLetterQueue, "_at", real)
+        if meanwhile is not None:
+            assert getattr(q.dlq, meanwhile)() == 1
+        return real(letters, offset)
+
+    async def ask():
+        async with weclaw.AsyncQueue(path) as same:
+            await same.result(task)
+
+    monkeypatch.setattr(dlq.DeadLetterQueue, "_at", late)
+    with pytest.raises(told[0], match=told[1]):
+        asyncio.run(ask()) if awaits else q.result(task)
+    assert dlq.DeadLetterQueue._at is real
+    q.close()
 
 
 def ack_with_result(pipe, path):
