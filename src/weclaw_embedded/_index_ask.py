@@ -360,12 +360,13 @@ class Ask(Change):
         earliest = NEVER
         for key, value in self._scan(LEASED + U64.pack(group.gid)):
             row = Row.unpack(value)
-            if row.deadline <= now_ns and len(over) < limit:
+            if row.deadline <= now_ns:
                 over.append((U64.unpack(key[9:])[0], row))
+                if len(over) >= limit:
+                    return over
             elif row.deadline < earliest:
                 earliest = row.deadline
-        if len(over) < limit:
-            self._scanned[group.gid] = now_ns + group.n_leased * _SCAN_NS_A_LEASE
+        self._scanned[group.gid] = now_ns + group.n_leased * _SCAN_NS_A_LEASE
         if not over and group.next_deadline_ns != earliest:
             group.next_deadline_ns = earliest
             self._changed_groups[group.gid] = group

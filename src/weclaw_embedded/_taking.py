@@ -38,6 +38,11 @@ from .errors import DiskFullError, Empty
 LAPSE_REASON: Final = "lease ran out"
 DEATH_REASON: Final = "consumer died"
 EXPIRY_REASON: Final = "expired"
+# So many are judged before something is handed out; and looked for at a time by who wants all.
+_FEW: Final = 1000
+_MANY: Final = 10_000
+# Of one frame: of all that ends at once it would be a huge one.
+_RECORDS: Final = 1000
 _ENDING_BYTES: Final = 256  # of log, for a lease to end in any way, with a reason of some length
 
 
@@ -76,15 +81,16 @@ def take(
                 engine.bury(session, slots)
             elif everyone:
                 break  # nobody has died, so there is nothing now either
+            has_more = False
             if (
                 now_ns >= group.next_deadline_ns
                 or group.dead_seen != words[DEAD_SEQ]
                 or (group.n_back or group.n_suspect or group.n_wait or group.n_parked)
             ):  # else nothing has ended by itself
-                sweep(session, tx, group, address.retry, now_ns, dead)
-            suspects = engine.suspects_held() if engine.suspects else 0
+                has_more = sweep(session, tx, group, address.retry, now_ns, dead, _FEW)
             visible = session.visible()
             while True:
+                suspects = engine.suspects_held() if engine.suspects else 0
                 if choose is None:
                     picks = tx.pick(group, n, visible, now_us, suspects)
                 else:
@@ -92,7 +98,11 @@ def take(
                         session, group, n, visible=visible, now_us=now_us, suspects=suspects
                     )
                 if not picks[0]:
-                    break
+                    if not has_more:
+                        break
+                    # They all died, say; there may be something among the others.
+                    has_more = sweep(session, tx, group, address.retry, now_ns, dead)
+                    continue
                 if not words[SPARES]:
                     picks = _endable(session, picks)
                 try:
@@ -238,9 +248,13 @@ def sweep(
     retry: RetryPolicy,
     now_ns: int,
     dead: list[int],
-) -> None:
+    limit: int | None = None,
+) -> bool:
     """Judge what ended by itself: owners' deaths, leases run out, messages expired; then make
     ready what is due. Offsets of new dead letters are added to `dead`.
+
+    Who counts needs all of it judged. Who takes may say at how many of a kind it ends: so many
+    more may be found by the next one. Returns whether there may be more.
     """
     seq = session.page.words[DEAD_SEQ]
     if group.dead_seen != seq:
@@ -251,8 +265,9 @@ def sweep(
         )
         group.dead_seen = seq
         tx.touch(group)
-    lapsed = tx.lapsed(group, now_ns) if now_ns >= group.next_deadline_ns else ()
-    if lapsed:
+    has_more = False
+    n = limit or _MANY
+    while now_ns >= group.next_deadline_ns and (lapsed := tx.lapsed(group, now_ns, n)):
         engine = session.engine
         offsets = {offset for offset, _ in lapsed}
         engine.lose([one for one in engine.held if one.gid == group.gid and one.offset in offsets])
@@ -261,20 +276,27 @@ def sweep(
             group,
             [_judge_lapse(session, group, o, r, retry, now_ns, dead) for o, r in lapsed],
         )
+        if limit:
+            has_more = len(lapsed) == limit
+            break
     if not (group.n_back or group.n_suspect or group.n_wait or group.n_parked):
-        return  # nothing that could expire or be due
-    expired = tx.expired(group, session.now_us)
-    if expired:
+        return has_more  # nothing that could expire or be due
+    while expired := tx.expired(group, session.now_us, n):
         dead.extend(offset for offset, _ in expired)
         _return_all(
             session, group, [_die(session, group, o, r, EXPIRY_REASON, None) for o, r in expired]
         )
+        if limit:
+            has_more |= len(expired) == limit
+            break
     tx.move_due(group, session.now_us)
+    return has_more
 
 
 def _return_all(session: Session, group: GroupState, records: list[_records.Record]) -> None:
     if records:
-        session.judge(records)
+        for at in range(0, len(records), _RECORDS):
+            session.judge(records[at : at + _RECORDS])
         session.ready |= mask_of(group.tid)
         session.settled |= mask_of(group.tid)
 

@@ -1,0 +1,85 @@
+"""Contract 4: what is counted is true however many messages ended by themselves at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.helpers.queues import NO_WAIT
+
+import weclaw_embedded as weclaw
+from weclaw_embedded import _taking, threads
+from weclaw_embedded.wal import TAIL
+
+AT_ONCE = weclaw.RetryPolicy(max_retries=0)
+N = 2500  # more than are judged before something is handed out
+
+
+def all_end(q, how):
+    """Put messages, all of which are dead letters when this returns, with nobody having looked."""
+    with pytest.raises(weclaw.Empty):
+        q.get(block=False)
+    q.put_many([weclaw.Put(n, ttl=0.2 if how == "expires" else None) for n in range(N)])
+    if how == "lapses":
+        assert len(q.get_many(N, visibility_timeout=0.2)) == N
+    time.sleep(0.25)
+
+
+QUESTIONS = {
+    "stats": lambda q: q.stats()[:4] == (0, 0, 0, N),
+    "qsize": lambda q: q.qsize() == 0,
+    "empty": lambda q: q.empty(),
+    "full": lambda q: not q.full(),
+    "join": lambda q: q.join(timeout=0.0),
+    "purge": lambda q: q.purge() == 0,
+    "letters": lambda q: len(q.dlq) == N,
+    "room": lambda q: len(q.put_many(range(N), block=False)) == N,
+}
+
+
+@pytest.mark.parametrize("how", ["expires", "lapses"])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_first_answer_is_true(open_queue, how, question):
+    """Whoever asks first is told of all that ended, and not of the first thousand."""
+    q = open_queue(retry=AT_ONCE, maxsize=N, flush="os")
+    all_end(q, how)
+    assert QUESTIONS[question](q)
+
+
+def test_the_first_answer_of_a_drop_in_is_true(path):
+    """The same of what counts beside `Queue`: the drop-ins."""
+    items = threads.Queue(path=path)
+    try:
+        with weclaw.Queue(path, flush="os") as q:
+            all_end(q, "expires")
+            assert items.qsize() == 0
+            assert items.unfinished_tasks == 0
+    finally:
+        items.close()
+
+
+def test_who_takes_finds_what_is_behind_those_that_died(open_queue):
+    """What is behind more dead ones than are judged at a time is had at once."""
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=1, backoff=0.0), flush="os")
+    q.put_many(range(N))
+    for msg in q.get_many(2000):
+        msg.nack()
+    assert len(q.get_many(N, visibility_timeout=0.2)) == N
+    time.sleep(0.25)  # those have a second failure now, and the rest their first
+    assert q.get(block=False).body == 2000
+    assert q.stats()[:4] == (499, 0, 1, 2000)
+
+
+def test_what_is_judged_at_once_is_not_one_frame(open_queue, monkeypatch):
+    """However many end together, a frame has only so many records."""
+    monkeypatch.setattr(_taking, "_RECORDS", 7)
+    monkeypatch.setattr(_taking, "_MANY", 20)
+    q = open_queue(retry=NO_WAIT, flush="os")
+    q.put_many(range(50))
+    assert len(q.get_many(50, visibility_timeout=0.2)) == 50
+    log = q.store._engine.log
+    before = log.state.words[TAIL]
+    time.sleep(0.25)
+    assert q.stats()[:4] == (50, 0, 0, 0)
+    frames = log.frames(before, log.state.words[TAIL])
+    assert [len(frame.records) for frame in frames] == [7, 7, 6, 7, 7, 6, 7, 3]
