@@ -227,6 +227,61 @@ def test_an_ack_that_was_broken_off_at_any_call_is_done_or_can_be_done_again(
     assert {"ack", "write_at", "durable"} <= set(places)
 
 
+def transfer(q: weclaw.Queue, msg: weclaw.Message) -> None:
+    with q.transaction() as tx:
+        tx.ack(msg)
+        tx.put("next")
+
+
+# A generator is broken off, too, when it is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, _: q.put("new", id="new"),
+        lambda q, _: q.put_many(["new", weclaw.Put("newer", id="newer")]),
+        lambda _, msg: msg.nack(),
+        lambda _, msg: msg.fail("no"),
+        lambda _, msg: msg.release(),
+        lambda q, _: q.cancel("waiting"),
+        transfer,
+    ],
+    ids=["put", "put_many", "nack", "fail", "release", "cancel", "transaction"],
+)
+def test_a_change_that_was_broken_off_at_any_call_is_done_or_is_not(
+    tmp_path: Path, change: Callable[[weclaw.Queue, weclaw.Message], object]
+) -> None:
+    """What is in hands is leased, nothing is left to be written later, and the index says what the
+    log says.
+    """
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        path = tmp_path / f"{n}.wq"
+        with weclaw.Queue(path, flush="os", visibility_timeout=None) as q:
+            q.put("held", id="held")
+            q.put("waiting", id="waiting")
+            msg = q.get()
+            where = break_off(lambda q=q, msg=msg: change(q, msg), n)
+            if where is None:
+                break
+            places.append(where)
+            engine = q._store._engine
+            assert not (engine.log._frame or engine.log._buffers), places
+            assert len(engine.held) == q.stats().leased, places
+            q.put("after", id="after")
+            asked = ["held", "waiting", "new", "newer", "after"]
+            told = {id: q.status(id) for id in asked}
+            assert told["after"] == "ready", places
+            if told["held"] == "leased":
+                told["held"] = "ready"  # at the close
+        shutil.rmtree(f"{path}.d")
+        with weclaw.Queue(path, flush="os") as q:  # by the log alone
+            assert {id: q.status(id) for id in asked} == told, places
+            assert q._store.verify() == []
+    assert {"run", "write_at"} <= set(places)
+
+
 @pytest.mark.parametrize("what", ["join", "result", "put"])
 def test_who_waits_and_is_broken_off_at_any_call_waits_no_more(tmp_path: Path, what: str) -> None:
     """But where Ctrl-C comes just as it is seen to."""
