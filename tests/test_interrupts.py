@@ -267,7 +267,8 @@ def test_a_change_that_was_broken_off_at_any_call_is_done_or_is_not(
                 break
             places.append(where)
             engine = q._store._engine
-            assert not (engine.log._frame or engine.log._buffers), places
+            assert engine.log._frame == b"", places
+            assert engine.log._buffers == [], places
             assert len(engine.held) == q.stats().leased, places
             q.put("after", id="after")
             asked = ["held", "waiting", "new", "newer", "after"]
