@@ -356,6 +356,24 @@ def test_puts_of_all_kinds_that_share_a_turn_get_their_own_ids(path):
     run(main())
 
 
+def test_get_many_gives_as_many_as_it_is_asked_for(path):
+    """All `n` of what is there at once, also where several ask, and waiting is among them."""
+
+    async def main():
+        async with weclaw.AsyncQueue(path, flush="os") as q:
+            await q.put_many(range(3000))
+            assert [msg.body for msg in await q.get_many(1000)] == [*range(1000)]
+            several = await asyncio.gather(q.get_many(300), q.get(), q.get_many(700))
+            assert [len(several[0]), several[1].body, len(several[2])] == [300, 1300, 700]
+            assert [msg.body for msg in await q.get_many(10_000)] == [*range(2001, 3000)]
+            waiting = asyncio.create_task(q.get_many(500))
+            await asyncio.sleep(0.05)
+            await q.put_many(range(1000))
+            assert len(await waiting) == 500
+
+    run(main())
+
+
 def test_closing_ends_what_waits(path):
     """`async for` ends, `get` raises, when the queue is closed; another of the file goes on."""
 

@@ -53,7 +53,8 @@ from ._wake import Waiter
 from .errors import DiskFullError, Full, StoreFailedError
 from .wal import COMMIT, TAIL
 
-# What one turn takes at most, so that nobody waits long for the lock, or for Python's own.
+# What one turn takes at most, so that nobody waits long for the lock, or for Python's own; but
+# that of one call whole.
 MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
 _LONGEST_SLEEP_S: Final = 60.0
@@ -109,7 +110,7 @@ class Turns:
                 turn.takes.append(takes)
         for takes in turn.takes:
             takes.drop_finished()
-            wanted = min(sum(call.n for call in takes.calls), MAX_CALLS)
+            wanted = _wanted_by(takes.calls)
             if wanted:
                 turn.add(Job(self._look, takes, wanted), takes)
         waker = self._engine.waker
@@ -468,3 +469,15 @@ class Turns:
                 engine._look_at_place()
         except StoreFailedError:
             self._look_ready = self._look_settled = True
+
+
+def _wanted_by(calls: Iterable[TakeCall]) -> int:
+    """How many messages one turn takes for these calls: so many, but for each that gets some as
+    many as it wants, as a thread's `get_many` gets them.
+    """
+    wanted = 0
+    for call in calls:
+        wanted += call.n
+        if wanted >= MAX_CALLS:
+            break
+    return wanted
