@@ -364,3 +364,22 @@ def test_ctrl_c_in_a_put_does_not_end_the_flushes_of_batch(
         while not engine.is_durable(tail):
             assert time.monotonic() < until_s
             time.sleep(0.01)
+
+
+def test_a_backup_that_was_broken_off_at_any_call_keeps_no_space(
+    path: Path, tmp_path: Path
+) -> None:
+    """Also in its last turn: what it read is free to go at the next upkeep."""
+    places: list[str] = []
+    with weclaw.Queue(path) as q:
+        q.put("x")
+        engine = q._store._engine
+        for n in range(1, 1000):
+            copy = tmp_path / f"copy-{n}.wq"
+            where = break_off(lambda copy=copy: q.store.backup(copy), n)
+            if where is None:
+                break
+            places.append(where)
+            engine._upkeep()
+            assert engine.page.pinned(engine.log.segment_bytes) == 1 << 63, places
+    assert {"pin", "create_whole"} <= set(places)

@@ -61,7 +61,7 @@ from ._shared import (
     SharedPage,
 )
 from ._together import Together
-from ._upkeep import LOOKS, Upkeep
+from ._upkeep import LOOKS, Pin, Upkeep
 from ._waiting import ALONE_CHECK_S, Waiting
 from ._wake import READY_BYTE, Timer, Waker
 from ._watch import asker_of, watch_names
@@ -196,7 +196,7 @@ class Engine(
         self._room_maker = 0  # the thread that has it
         # From this offset on it is looked whether there is space enough.
         self._look_at = self.page.words[TAIL] + self.log.segment_bytes // LOOKS
-        self.pins: list[int] = []  # the first segment that each backup under way reads
+        self.pins: list[Pin] = []
         # What groups in the way of reclaim had done, and when that last changed (queue time).
         self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
         self.known_options: dict[str, Any] = {}

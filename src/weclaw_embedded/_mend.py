@@ -39,6 +39,7 @@ from ._reading import Reading
 from ._records import SKIPPABLE
 from ._segments import FREE, UNKNOWN, ZEROED
 from ._session import Session
+from ._upkeep import Pin
 from .errors import CorruptError, StorageError, StoreFailedError
 from .wal import HEAD, LAST, TAIL, Log, new_salt
 
@@ -82,26 +83,27 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
 def _copy_pinned(engine: Engine, path: str, seen: Seen | None) -> None:
     engine.flush()
 
-    head = -1
+    mine = Pin()
 
     def pin(session: Session) -> tuple[list[int], int]:
-        nonlocal head
         words = session.log.state.words
-        head = words[HEAD]
-        _pin(session, [*engine.pins, head])
+        mine.segment = words[HEAD]
+        engine.pins.append(mine)
+        engine.pin()
         return session.log.segments(), words[TAIL]
-
-    def unpin(session: Session) -> None:
-        left = list(engine.pins)
-        if head in left:  # unless it was interrupted before
-            left.remove(head)
-        _pin(session, left)
 
     try:
         segments, tail = engine.execute(pin)
         _names.create_whole(path, functools.partial(_write_copy, engine.log, segments, tail, seen))
     finally:
-        engine.execute(unpin)
+        # Before any call, since Ctrl-C is noticed at calls: where it ends the turn, upkeep goes by
+        # this.
+        mine.is_over = True
+        try:
+            engine.execute(lambda session: engine.pin())
+        except BaseException:
+            engine._upkeep_soon()
+            raise
 
 
 def _copy_what_stays(engine: Engine, path: str, seen: Seen | None) -> None:
@@ -126,12 +128,6 @@ def _copy_what_stays(engine: Engine, path: str, seen: Seen | None) -> None:
         f"before it was copied; nothing is wrong with it, and there is no file {path}; open it "
         "without readonly, so that they wait"
     ) from gone
-
-
-def _pin(session: Session, pins: list[int]) -> None:
-    """Keep what the backups of this process that are under way read: from the first of them on."""
-    session.engine.pins = pins
-    session.page.pin(session.engine.slot, min(pins, default=None))
 
 
 def _write_copy(log: Log, segments: list[int], tail: int, seen: Seen | None, fd: int) -> None:

@@ -97,6 +97,7 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
     log = session.log
     words = log.state.words
     segment = words[HEAD]
+    session.engine.pin()  # as it is now: Ctrl-C may have ended a backup before it said so
     # A replica that falls behind never makes a put fail: then its copy is made anew.
     pinned = session.page.pinned(log.segment_bytes, replica=not force)
     if segment >= words[LAST] or pinned <= segment:

@@ -62,6 +62,13 @@ def _on_loop() -> bool:
     return True
 
 
+class Pin:
+    """From which segment on a backup under way reads."""
+
+    segment = 0
+    is_over = False
+
+
 class Upkeep:
     """What `Engine` inherits to keep space, and to give it back."""
 
@@ -69,7 +76,9 @@ class Upkeep:
     log: Log
     index: Index
     timer: Timer
+    slot: int
     closed: bool
+    pins: list[Pin]
     turn: Callable[..., Any]
     _look_at: int
     _last_segment: int
@@ -152,6 +161,13 @@ class Upkeep:
             except DiskFullError:
                 if self.make_room():
                     self.turn(_prepare_spare)
+
+    def pin(self) -> None:
+        """Have nobody free what the backups of this process that are under way read, from the first
+        segment of theirs on. Called under the write lock.
+        """
+        self.pins = [pin for pin in self.pins if not pin.is_over]
+        self.page.pin(self.slot, min((pin.segment for pin in self.pins), default=None))
 
     def make_room(self) -> bool:
         """Free settled segments that only retention holds. False when nothing is free by now."""
