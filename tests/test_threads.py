@@ -133,6 +133,29 @@ def test_a_task_done_that_found_no_room_is_none(path, monkeypatch, getter):
         assert [msg.body for msg in plain.get_many(9)] == ["b"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [(threads.Queue, "12"), (threads.PriorityQueue, "12"), (threads.LifoQueue, "21")],
+)
+def test_an_item_whose_get_found_no_room_is_got_by_the_next(path, monkeypatch, kind, order):
+    """In its place in the order."""
+    q = kind(path=path)
+    for item in ("1", "2"):
+        q.put(item)
+
+    def full(*_):
+        raise weclaw.DiskFullError("no room")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(_files, "write_at", full)
+            with pytest.raises(weclaw.DiskFullError):
+                q.get()
+        assert q.qsize() == 2
+    assert [q.get_nowait() for _ in range(2)] == [*order]
+    q.close()
+
+
 def test_what_one_thread_gets_and_another_is_done_with_is_forgotten(path):
     """One thread hands out and another says task_done: nothing is kept of what is settled."""
     q = threads.Queue(path=path, flush="os")

@@ -87,6 +87,7 @@ class Order:
         self._entries: dict[int, Entry] = {}
         self._level = -1  # up to where the log is known; -1: not begun
         self._engine: Any = None
+        self._is_sound = True  # False: it was interrupted, or what it chose was not written
 
     def check(self, item: Any) -> None:
         """Raise TypeError for an item that can't be compared with those that wait."""
@@ -104,6 +105,9 @@ class Order:
         suspects: int,
     ) -> Picks:
         """What to deliver next; for `_taking.take`."""
+        if not self._is_sound:
+            self._level = -1
+        self._is_sound = False
         self._learn(session, group, now_us)
         tx = session.tx
         heap, entries = self._heap, self._entries
@@ -134,7 +138,14 @@ class Order:
                 picks.append(pick)
         for entry in not_now:
             heapq.heappush(heap, entry)
+        if picks:
+            session.when_written(self._written)  # else they are still to be had
+        else:
+            self._written()
         return picks_of(picks)
+
+    def _written(self) -> None:
+        self._is_sound = True
 
     @staticmethod
     def _is_ready(session: Session, group: GroupState, entry: Entry) -> bool:
