@@ -256,7 +256,11 @@ def sweep(
     Who counts needs all of it judged. Who takes may say at how many of a kind it ends: so many
     more may be found by the next one. Returns whether there may be more.
     """
-    seq = session.page.words[DEAD_SEQ]
+    words = session.page.words
+    if now_ns >= group.next_deadline_ns and words[OWNERS_HIGH] > 1:
+        # All of them first: what the dead held ended with them, whatever its time is by now.
+        session.engine.bury(session, session.engine.dead_owners(everyone=True))
+    seq = words[DEAD_SEQ]
     if group.dead_seen != seq:
         living = {token for _, token in session.page.owners()}
         gone = [(o, row) for o, row in tx.leases(group.gid) if row.owner not in living]

@@ -68,6 +68,31 @@ def test_case_01_a_waiting_consumer_gets_the_dead_ones_message_at_once(path, ope
     msg.ack()
 
 
+def lease_one_for(pipe, path, seconds):
+    q = weclaw.Queue(path)
+    pipe.send(q.get(visibility_timeout=seconds).id)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("look", ["get", "stats"])
+def test_case_01_all_that_the_dead_held_ended_with_them(path, open_queue, look):
+    """Case 1: also where the time of their leases is over, too, when somebody looks again."""
+    q = open_queue(retry=weclaw.RetryPolicy(max_retries=0))
+    q.put_many(["a", "b", "c"])
+    children = [Child(lease_one_for, path, 1.0) for _ in range(3)]
+    for child in children:
+        child.hear()
+    for child in children:
+        child.kill()
+    time.sleep(1.1)  # nobody looks meanwhile
+    if look == "stats":
+        assert q.stats()[:4] == (3, 0, 0, 0)
+    for _ in range(3):  # one at a time, as what was in a crash is
+        msg = q.get(block=False)
+        assert (msg.delivery_count, msg.crash_count, msg.retry_count) == (2, 1, 0)
+        msg.ack()
+
+
 def test_case_02_a_lease_is_per_get(open_queue):
     """Case 2: the message leased for 1 s is back while the one leased for 600 s is not."""
     q = open_queue(retry=NO_WAIT)
