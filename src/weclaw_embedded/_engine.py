@@ -204,7 +204,7 @@ class Engine(
         self.options_seen = -1
         self.leases_seen = self.page.words[LEASES_SEQ]
         self.consumer = ""
-        self.introduced = False  # it is written who this owner is
+        self.introduced_in = -1  # the segment in which it is written who this owner is
         self._adopted: list[StoreOptions] = []
         self.replication: Any = None  # this process's part in feeding the replica, if there is one
         self.making = threading.Lock()  # held to make it

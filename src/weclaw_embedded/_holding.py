@@ -44,7 +44,7 @@ class Holding:
     held: set[Any]
     suspects: set[Any]
     leases_seen: int
-    introduced: bool
+    introduced_in: int
     flush: Callable[[], None]
     most_held: int
     _failure: str | None
@@ -191,9 +191,14 @@ class Holding:
         self.leases_seen = self.page.words[LEASES_SEQ]
 
     def owner_record(self) -> _records.Record:
-        """What says who this owner is, to be written before its first lease."""
-        self.introduced = True
+        """What says who this owner is, to be written before its first lease, and again where it
+        was given back: see `introduced`.
+        """
         return _records.pack_owner(self.token, self.consumer)
+
+    def introduced(self, segment: int) -> None:
+        """Note the segment in which that is written by now."""
+        self.introduced_in = segment
 
     def hand_back(self, belongs: Callable[[Any], bool]) -> None:
         """Release, uncounted, what was leased by holders of which `belongs(holder)` is true, and

@@ -25,6 +25,9 @@ from ._index_rows import (
     MOVED,
     MOVED_TO,
     OTHER,
+    OWNER_AT,
+    OWNER_NAME,
+    OWNER_OF,
     PURGED,
     QUEUE,
     RESULT,
@@ -145,6 +148,7 @@ class Forget(Keep):
             left -= self._drop_skips(topic.tid, offset, left)
         left -= self._drop_moved(offset, left)
         left -= self._drop_ids(offset, left)
+        left -= self._drop_names(offset, left)
         for group in self.groups():
             left -= self._drop_of_done(RESULT, group.gid, offset, left)
             left -= self._drop_of_done(DELIVERED, group.gid, offset, left)
@@ -237,6 +241,26 @@ class Forget(Keep):
             if self._get(key_u64(MOVED, message)) is None:
                 self._free_id(message)
                 gone += 1
+        return gone
+
+    def _drop_names(self, offset: int, limit: int) -> int:
+        """Forget the names of owners who have no leases. Who lives introduces himself again when
+        he takes something: what said it is gone.
+        """
+        last = dict(self._named_below(offset))
+        leased = self._lessees([*last.values()])
+        gone = 0
+        for key, value in self._scan(OWNER_OF, None, key_u64(OWNER_OF, offset)):
+            if gone >= limit:
+                break
+            token = last.get(U64.unpack(key[1:])[0])
+            if token in leased:
+                continue
+            if token is not None:
+                self._delete(OWNER_NAME + value)
+                self._delete(OWNER_AT + value)
+            self._delete(key)
+            gone += 1
         return gone
 
     def _drop_of_done(self, kind: bytes, gid: int, offset: int, limit: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ._index_change import Change
-from ._index_rows import DAMAGE, OWNER_NAME, U64, key_u64
+from ._index_rows import DAMAGE, LEASED, OWNER_AT, OWNER_NAME, OWNER_OF, U64, Row, key_u64
 from ._records import Damaged, Owner
 
 # How a note begins of what whoever folded the log has met; the others are what records say.
@@ -22,11 +22,35 @@ class Notes(Change):
     def _name_owner(self, said: Owner, offset: int, time_us: int) -> None:
         self._must_commit()
         self._put(key_u64(OWNER_NAME, said.token), said.name.encode())
+        self._put(key_u64(OWNER_AT, said.token), U64.pack(offset))
+        self._put(key_u64(OWNER_OF, offset), U64.pack(said.token))
 
     def owner_name(self, token: int) -> str:
         """Return the name of the consumer that leased under this token; "" when it is not known."""
         name = self._get(key_u64(OWNER_NAME, token))
         return bytes(name).decode() if name is not None else ""
+
+    def names_below(self, offset: int) -> list[tuple[int, str]]:
+        """Return (token, name) of the owners who were named last below an offset and have leases:
+        what is known of them has to outlive that part of the log.
+        """
+        named = [token for _, token in self._named_below(offset)]
+        return [(token, self.owner_name(token)) for token in self._lessees(named)]
+
+    def _named_below(self, offset: int) -> list[tuple[int, int]]:
+        """Return (offset of an OWNER, token) of those that no later one says again."""
+        return [
+            (U64.unpack(key[1:])[0], U64.unpack(value)[0])
+            for key, value in self._scan(OWNER_OF, None, key_u64(OWNER_OF, offset))
+            if self._get(OWNER_AT + value) == key[1:]
+        ]
+
+    def _lessees(self, tokens: list[int]) -> set[int]:
+        """Return those of these owners who have leases, if only ones that nobody judged yet."""
+        if not tokens:
+            return set()  # all leases are looked at, which costs
+        holding = (Row.unpack(value).owner for _, value in self._scan(LEASED))
+        return set(tokens).intersection(holding)
 
     def _set_aside(self, said: Damaged, offset: int, time_us: int) -> None:
         for message, reason in said.items:

@@ -32,6 +32,8 @@ costs what it costs in pages.
     MOVED_TO   offset of the CARRY          offset of the message
     NAME       hash of a topic's name       tid
     OWNER_NAME token                        name of the consumer
+    OWNER_AT   token                        offset of the OWNER that said it last
+    OWNER_OF   offset of an OWNER           token
     DAMAGE     offset                       why it could not be read
 """
 
@@ -76,6 +78,8 @@ NAME: Final = b"\x15"
 DELIVERED: Final = b"\x16"
 OWNER_NAME: Final = b"\x17"
 DAMAGE: Final = b"\x18"
+OWNER_AT: Final = b"\x19"
+OWNER_OF: Final = b"\x1a"
 
 OF_GROUP: Final = (
     LEASED,

@@ -7,10 +7,10 @@ after messages were settled, when the file is opened, and when a put finds no ro
 Invariants:
 
 * Oldest first, never the segment of the tail, never one that a backup or the replica still reads.
-* Nothing is lost: a live message goes to the end of the log whole (CARRY), and what is not a
-  message (groups, pauses, options) stands in a CHECKPOINT later than the segment that is freed.
-  Both are written before the segment is freed, and are on stable storage before its slot is used
-  again (`_slots`).
+* Nothing is lost: a live message goes to the end of the log whole (CARRY), what is not a message
+  (groups, pauses, options) stands in a CHECKPOINT later than the segment that is freed, and who
+  holds something is named again (OWNER). All are written before the segment is freed, and are on
+  stable storage before its slot is used again (`_slots`).
 * Work is bounded: what is ready is carried only for groups that stand still, and a segment of which
   much lives only if that is what keeps the file from shrinking, that is when less than half of all
   that is kept lives. (A backlog that is being drained must not be rewritten before its consumers.)
@@ -135,6 +135,11 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
         session.append([_records.pack_checkpoint(tx.checkpoint_state())], flags=CHECKPOINT_FRAME)
     if records:
         session.append(records)
+    names = tx.names_below((segment + 1) << log.bits)
+    if names:
+        # For people only, so that a full disk is no less made room on.
+        with contextlib.suppress(DiskFullError):
+            session.append([_records.pack_owner(token, name) for token, name in names])
     session.when_written(lambda: _let_go(session, segment), indexed=True)
     return 0.0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from . import _clock, _records
@@ -34,6 +35,7 @@ from ._session import Session
 from ._shared import DEAD_SEQ, OWNERS_HIGH, READY, WAITERS, mask_of
 from ._wake import Waiter
 from .errors import DiskFullError, Empty
+from .wal import HEAD
 
 LAPSE_REASON: Final = "lease ran out"
 DEATH_REASON: Final = "consumer died"
@@ -214,11 +216,12 @@ def _lease(
                 lease.know(row)
     token = engine.token
     record = _records.pack_deliver(tid, gid, token, deadline_ns, offsets, flags)
-    if engine.introduced:
+    if engine.introduced_in >= session.page.words[HEAD]:
         session.append_one(record[0], apply=False)
         tx.lease(group, picks, token, deadline_ns)
     else:
-        session.append([engine.owner_record(), record])
+        at = session.append([engine.owner_record(), record])[0]
+        session.when_written(partial(engine.introduced, at >> bits))
     session.begun += (leases,)
     held = engine.held
     held.update(leases)
