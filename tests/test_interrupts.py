@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import random
 import shutil
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _durability, _files
+from weclaw_embedded import _durability, _files, aio, threads
 from weclaw_embedded._appending import Appending
 from weclaw_embedded._session import Session
 from weclaw_embedded.wal import TAIL
@@ -200,6 +201,58 @@ def test_a_get_that_was_broken_off_at_any_call_leaves_nothing_leased(tmp_path: P
             if not got:
                 assert q.get(block=False).delivery_count == 1, places
     assert {"take", "finish", "write_at", "messages_of"} <= set(places)
+
+
+@pytest.mark.parametrize("kind", [threads.Queue, threads.LifoQueue, aio.Queue])
+def test_a_get_of_a_stand_in_that_was_broken_off_at_any_call_has_taken_nothing(
+    tmp_path: Path, kind: Any
+) -> None:
+    """The item is there for the next, as if nobody had been given it."""
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        # What was got before is known in its own context, and is let go of with it.
+        run = contextvars.Context().run
+        q = kind(path=tmp_path / f"get-{n}.wq")
+        q.put_nowait("x")
+        got: list[str] = []
+        where = break_off(lambda q=q, got=got, run=run: got.append(run(q.get_nowait)), n)
+        if where is not None:
+            places.append(where)
+            assert got or (q.qsize(), q.unfinished_tasks, len(q._core.out)) == (1, 1, 0), places
+            assert not q._core.engine.waker._waiters, places
+        if not got:
+            assert run(q.get_nowait) == "x", places
+        run(q.task_done)
+        assert q.unfinished_tasks == 0, places
+        q.close()
+    assert len(places) > 60  # how many there are depends on how far the last sync has come
+
+
+@pytest.mark.parametrize("kind", [threads.Queue, aio.Queue])
+def test_a_task_done_that_was_broken_off_at_any_call_is_done_or_can_be_done_again(
+    tmp_path: Path, kind: Any
+) -> None:
+    """As many calls as items are unfinished after it settle them all."""
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        run = contextvars.Context().run
+        q = kind(path=tmp_path / f"done-{n}.wq")
+        for body in ("x", "y"):
+            q.put_nowait(body)
+            run(q.get_nowait)
+        where = break_off(lambda q=q, run=run: run(q.task_done), n)
+        if where is not None:
+            places.append(where)
+        left = q.unfinished_tasks
+        assert len(q._core.engine.held) == left, places
+        for _ in range(left):
+            run(q.task_done)
+        q.close()
+        with weclaw.Queue(tmp_path / f"done-{n}.wq") as plain:
+            assert plain.stats().settled == 2, places
+    assert len(places) > 20  # how many there are depends on how far the last sync has come
 
 
 @pytest.mark.parametrize("result", [None, {"a": 1}])

@@ -285,6 +285,27 @@ class Core:
                 item.beside = self.owned.setdefault(owner, OrderedDict())
                 item.beside[item] = None
 
+    def hand_out(self, engine: Engine, taken: Taken, owner: Hashable | None) -> list[Any]:
+        """The item that was taken, now this owner's; none where there is none, or it turns out to
+        be damaged.
+        """
+        if taken.dead:
+            self.tell_dead(taken.dead)
+        made = self.made(engine, taken.leases) if taken.leases else []
+        for lease, _ in made:
+            self.got(self.asked(), lease, owner)
+        return [body for _, (_, body) in made]
+
+    def give_back_unseen(self, engine: Engine, taken: Taken) -> None:
+        """The get that took this was interrupted: nobody has seen it, and it was no delivery."""
+        engine.give_back_unseen(taken.leases)
+        with self.lock:
+            for item in [item for item in self.out if item.lease in taken.leases]:
+                item.settled = True
+                del self.out[item]
+                if item.beside is not None:
+                    item.beside.pop(item, None)
+
     def _own(self, owner: Hashable | None) -> Item | None:
         mine = None if owner is None else self.owned.get(owner)
         if mine:

@@ -205,20 +205,20 @@ class Queue(StandIn[T]):
         engine = core.writable
         while True:
             job = Job(self._look_now)
-            engine.execute_many([job])
-            if job.error is not None:
-                raise job.error
-            taken, waiting = job.result
-            if taken.dead:
-                core.tell_dead(taken.dead)
+            try:
+                engine.execute_many([job])
+                if job.error is not None:
+                    raise job.error
+                taken, waiting = job.result
+                found: list[T] = core.hand_out(engine, taken, _calling_task())
+            except BaseException:
+                if job.result is not None:
+                    core.give_back_unseen(engine, job.result[0])
+                raise
+            if found:
+                return found[0]
             if taken.leases:
-                made = core.made(engine, taken.leases)
-                if not made:
-                    continue
-                lease, body = made[0][1]
-                core.got(core.asked(), lease, _calling_task())
-                found: T = body
-                return found
+                continue
             # A put that is not synced yet may be before what was put without waiting.
             if waiting and engine.settle_promises():
                 continue

@@ -9,16 +9,14 @@ comes back. The items are those of `weclaw.Queue("tasks.wq")`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from typing import Any, TypeVar
 
-from . import _dropin, _settling, errors
-from ._delivery import Lease, Taken, new_waiter
+from . import _dropin, errors
+from ._delivery import Taken, new_waiter
 from ._dropin import LIFO, PRIORITY, Core, StandIn
-from ._engine import Engine
 from ._handle import deadline_of
 from ._putting import NoRoom
 from ._session import BATCH, Session
@@ -108,6 +106,9 @@ class Queue(StandIn[T]):
                     engine, error, until_s, waiter, may_reclaim
                 )
                 continue
+            except BaseException:
+                engine.waker.discard(waiter)
+                raise
             if policy == BATCH and (until := engine.flush_later(core.store._options, 1)):
                 engine.durable(until)
             return
@@ -137,36 +138,27 @@ class Queue(StandIn[T]):
             engine = core.writable
             over = until_s is not None and time.monotonic() >= until_s
             waiter = None if over else new_waiter(READY)
-            taken: Taken = engine.execute(core.look, 1, None, waiter)
-            if taken.dead:
-                core.tell_dead(taken.dead)
-            if taken.leases:
-                found: list[T] = self._made(engine, taken.leases)
-                if not found:
+            taken: Taken | None = None
+            try:
+                taken = engine.execute(core.look, 1, None, waiter)
+                found: list[T] = core.hand_out(engine, taken, threading.current_thread())
+                if found:
+                    return found[0]
+                if taken.leases:
                     continue
-                return found[0]
-            if waiter is None or core.is_shutdown:
-                if waiter is not None:
-                    engine.waker.discard(waiter)
-                    engine.stop_waiting()
-                if engine.execute(core.waiting) and engine.settle_promises():
-                    continue  # it only waited for a sync
-                raise _dropin.shut_down() if core.is_shutdown else core.nothing()
-            self._sleep(waiter, core.queue._wake_at(engine, taken.look_again_us, until_s))
-
-    def _made(self, engine: Engine, leases: list[Lease]) -> list[T]:
-        """The item that was taken, now this thread's; none when it turns out to be damaged."""
-        core = self._core
-        try:
-            made = core.made(engine, leases)
-            for lease, _ in made:
-                core.got(core.asked(), lease, threading.current_thread())
-        except BaseException:
-            # Interrupted before anybody saw it: no delivery.
-            with contextlib.suppress(Exception):
-                engine.execute(_settling.release, leases[0], True)
-            raise
-        return [body for _, (_, body) in made]
+                if waiter is None or core.is_shutdown:
+                    if waiter is not None:
+                        engine.waker.discard(waiter)
+                        engine.stop_waiting()
+                    if engine.execute(core.waiting) and engine.settle_promises():
+                        continue  # it only waited for a sync
+                    raise _dropin.shut_down() if core.is_shutdown else core.nothing()
+                self._sleep(waiter, core.queue._wake_at(engine, taken.look_again_us, until_s))
+            except BaseException:
+                engine.waker.discard(waiter)
+                if taken is not None:
+                    core.give_back_unseen(engine, taken)
+                raise
 
     def get_nowait(self) -> T:
         """`get` that raises `Empty` instead of waiting."""
@@ -188,14 +180,15 @@ class Queue(StandIn[T]):
         core = self._core
         while True:
             waiter = new_waiter(SETTLED)
-            self._joiners.add(waiter)
+            engine = core.engine
             try:
-                if not core.engine.execute(core.unfinished, waiter):
-                    core.engine.waker.discard(waiter)
+                self._joiners.add(waiter)
+                if not engine.execute(core.unfinished, waiter):
                     return
                 self._sleep(waiter, None)
             finally:
                 self._joiners.discard(waiter)
+                engine.waker.discard(waiter)
 
     def _finish_joins(self) -> None:
         self._core.engine.waker.wake(list(self._joiners))
