@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import os
 import random
 import shutil
 import signal
@@ -436,3 +437,28 @@ def test_a_backup_that_was_broken_off_at_any_call_keeps_no_space(
             engine._upkeep()
             assert engine.page.pinned(engine.log.segment_bytes) == 1 << 63, places
     assert {"pin", "create_whole"} <= set(places)
+
+
+# (The last comment of the same words says why.)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_opening_that_was_broken_off_at_any_call_leaves_nothing_open(path: Path) -> None:
+    """No descriptor, and with it no lock; the next one opens."""
+    with weclaw.Queue(path) as q:
+        q.put("x")
+    places: list[str] = []
+    n_open = len(os.listdir("/dev/fd"))
+    for n in range(1, 5000):
+        opened: list[weclaw.Queue] = []
+        where = break_off(lambda opened=opened: opened.append(weclaw.Queue(path)), n)
+        for q in opened:
+            q.close()
+        if len(os.listdir("/dev/fd")) > n_open:
+            gc.collect()
+        assert len(os.listdir("/dev/fd")) == n_open, (n, where)
+        if where is None:
+            break
+        places.append(where)
+    assert {"belongs_to", "take_owner_slot", "typed_errors"} <= set(places)
+    with weclaw.Queue(path) as q:
+        assert [msg.body for msg in q.peek(2)] == ["x"]

@@ -103,7 +103,6 @@ DOORS = {
     },
     "_shared": {
         "os.open": "the page is made where it is, so that a full disk can be opened",
-        "os.close": "the page",
         "mmap.mmap": "words shared by processes are memory, not a file",
     },
     "_scratch": {

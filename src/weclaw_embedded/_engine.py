@@ -172,10 +172,7 @@ class Engine(
         self.synced = self.puts_to = self._share_from = 0
         self.is_late = False
         self._identity = _disk.identity(self.fd)[:2]
-        self._watch_fd = watch_names(
-            [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
-        )
-        self._has_moved = asker_of(self._watch_fd)
+        self._watch_fd = -1
         self.flush_is_due = False
         self._unsynced = 0
         self._flush_to = 0
@@ -218,6 +215,10 @@ class Engine(
         self.last_looker: Any = None  # see `_readonly.last_look`
         try:
             opened.taken = True
+            self._watch_fd = watch_names(
+                [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
+            )
+            self._has_moved = asker_of(self._watch_fd)
             self._begin_work(opened)
         except BaseException:
             # Nobody will have this engine to close it.

@@ -115,9 +115,9 @@ def duplicate(fd: int) -> int:
     return os.dup(fd)
 
 
-def close(fd: int) -> None:
-    """Close a descriptor and with it release its locks."""
-    os.close(fd)
+# Closes a descriptor and with it releases its locks. The system's own, with nothing around it:
+# Ctrl-C is noticed where a function of ours begins, and would leave open what was to be closed.
+close = os.close
 
 
 # Reading and writing ------------------------------------------------------------------------

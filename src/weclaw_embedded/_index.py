@@ -209,13 +209,16 @@ class Index:
             raise FileNotFoundError(errno.ENOENT, "no index", str(path))
         _allocate_lock_file(path.with_name(LOCK_NAME))
         env = _environment(path, create, mode)
+        fd = -1
         try:
             env.reader_check()
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            return cls(env, fd)
         except BaseException:
+            if fd >= 0:
+                os.close(fd)
             env.close()
             raise
-        return cls(env, fd)
 
     @staticmethod
     def delete(directory: str | os.PathLike[str]) -> None:

@@ -355,10 +355,12 @@ def _recover(
             os.path.join(directory, INDEX_NAME), before.cache_is_true, before.index
         )
     rebuild = None
+    is_believed = index is not None
     if index is None:
         index = new_index(directory)
-        rebuild = Rebuild(index, log)
     try:
+        if not is_believed:
+            rebuild = Rebuild(index, log)
         recovery = log.recover(
             commit=before.commit,
             cache_is_true=before.cache_is_true,

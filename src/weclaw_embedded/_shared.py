@@ -14,6 +14,7 @@ It knows nothing of messages, and nothing of what the words mean to the log.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import secrets
@@ -106,6 +107,9 @@ class SharedPage(LogState):
         self.path = path
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._fd = _files.open_rw(path) if writable else _files.open_ro(path)
+        # What closes it, also where Ctrl-C comes before anybody has the page, which says of the
+        # file that it is in use until then.
+        self._file = io.FileIO(self._fd, "r+" if writable else "r")
         try:
             size = os.fstat(self._fd).st_size
             if size < _SLOTS_AT + 8 * SLOTS_STEP or (size - _SLOTS_AT) % 8:
@@ -115,7 +119,7 @@ class SharedPage(LogState):
             self.slots = memoryview(b"").cast("Q")
             self.refresh_slots()
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
         found = os.fstat(self._fd)
         self.identity = (found.st_dev, found.st_ino)
@@ -512,7 +516,7 @@ class SharedPage(LogState):
         """
         self.words = memoryview(bytearray(self.words)).cast("Q")
         self.slots = memoryview(bytearray(self.slots)).cast("Q")
-        _files.close(self._fd)
+        self._file.close()
 
 
 def mask_of(tid: int) -> int:

@@ -133,8 +133,15 @@ class Store:
     def _open(self) -> Engine:
         # Here, because a child has a name of its own.
         self._consumer = self._options.consumer or f"{socket.gethostname()}:{os.getpid()}"
-        with typed_errors(self.path):
-            return self._open_engine()
+        engine = None
+        try:
+            with typed_errors(self.path):
+                engine = self._open_engine()
+        except BaseException:
+            if engine is not None:  # Ctrl-C: nobody has it who would give it back
+                _registry.release(engine)
+            raise
+        return engine
 
     def _open_engine(self) -> Engine:
         refuse_itself(self.path, self._options)
