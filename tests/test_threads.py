@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.processes import Child
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, threads
+from weclaw_embedded import _files, aio, threads
 from weclaw_embedded._delivery import Lease
 
 
@@ -154,6 +154,27 @@ def test_an_item_whose_get_found_no_room_is_got_by_the_next(path, monkeypatch, k
         assert q.qsize() == 2
     assert [q.get_nowait() for _ in range(2)] == [*order]
     q.close()
+
+
+@pytest.mark.parametrize("kind", [threads.Queue, aio.Queue])
+def test_a_get_does_not_wait_for_the_on_dead_of_what_it_could_not_decode(path, kind):
+    """It goes to the dead letters, and the next item to who gets."""
+    with weclaw.Queue(path, codec="pickle") as plain:
+        plain.put({1, 2})
+        may_end, told = threading.Event(), []
+
+        def on_dead(letter):
+            may_end.wait(30)
+            told.append(letter.id)
+
+        with weclaw.Queue(path) as other:
+            other.put("next")
+            q = kind(path=path, on_dead=on_dead)
+            assert (q.get_nowait(), told) == ("next", [])
+            may_end.set()
+            q.close()
+            assert told == [letter.id for letter in other.dlq]
+            assert len(told) == 1
 
 
 def test_what_one_thread_gets_and_another_is_done_with_is_forgotten(path):

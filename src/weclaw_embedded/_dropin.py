@@ -85,6 +85,16 @@ class Done:
 _newest: ContextVar[Item | None] = ContextVar("weclaw_item", default=None)
 
 
+class _Undecoded(Message):
+    """A message that becomes an item if it can be decoded."""
+
+    __slots__ = ()
+
+    def _died(self) -> None:
+        # `on_dead` is nothing for a loop, nor for the thread that takes for all of them.
+        self._queue._remember_dead([self.offset])
+
+
 class Core:
     """The shared half of a drop-in queue."""
 
@@ -206,7 +216,7 @@ class Core:
     def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
         """The items, with their leases. One that can't be decoded goes to the dead letters."""
         found: list[tuple[Lease, Any]] = []
-        for message in self.queue._messages_of(engine, leases, Message):
+        for message in self.queue._messages_of(engine, leases, _Undecoded):
             lease = message._held()
             try:
                 found.append((lease, (lease, message.body)))
