@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import os
 import queue
 import threading
 import time
@@ -74,6 +75,38 @@ def test_items_survive_a_kill_and_only_those_done_are_gone(path):
     assert (q.unfinished_tasks, q.qsize()) == (3, 3)
     assert [q.get() for _ in range(3)] == [1, 2, 3]
     q.close()
+
+
+def be_done_in_a_child(pipe, path):
+    from weclaw_embedded import threads
+
+    q = threads.Queue(path=path)
+    q.put("the parent's")
+    q.put("the child's")
+    q.get()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            q.get()
+            q.task_done()
+            q.task_done()
+            q.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    with weclaw.Queue(path) as plain:
+        pipe.send(plain.stats()[:5])
+    q.task_done()
+    pipe.send(q.unfinished_tasks)
+    q.close()
+
+
+def test_an_item_that_was_got_before_a_fork_stays_the_parents(path):
+    """A child's task_done settles what the child got, and not that."""
+    with Child(be_done_in_a_child, path, env={"PYTHONWARNINGS": "ignore"}) as child:
+        assert child.hear() == (0, 0, 1, 0, 1)
+        assert child.hear() == 0
+        child.end()
 
 
 def test_task_done_settles_the_item_of_the_calling_thread(path):

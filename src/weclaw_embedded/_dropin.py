@@ -359,6 +359,8 @@ class Core:
     def settle(self, session: Session, done: Done) -> None:
         """Ack all that it settles, in this turn."""
         for lease in done.leases:
+            if lease.engine.forked:
+                continue  # of what was got before a fork, which stays the parent's
             try:
                 record = _records.ack_of(lease.tid, lease.gid, lease.offset)
                 _settling.end(session, (lease, record, self.queue._policy))
@@ -374,7 +376,7 @@ class Core:
                 self.counted -= done.counted
             for item in reversed(done.items):
                 assert item.lease is not None, "it was got"
-                if item.lease.over:
+                if item.lease.over or item.lease.engine.forked:
                     item.settled = True
                     continue
                 self.out[item] = None
