@@ -12,7 +12,7 @@ A turn that does nothing but end a lease is the same without a session: `Holding
 Invariants:
 
 * Lock order: the thread lock, then the write lock of the file, then LMDB's own (inside `Index`).
-  The sync lock is never held together with them. No lock is held over a sync.
+  The sync lock is never held together with them. No lock is held over a sync, but at the close.
 * A session that fails leaves nothing: what it appended is discarded before it was written. One
   that is stopped in the middle of a write leaves the *writing* word set; the next session
   (anybody's) reads the log again from the tail.
