@@ -387,6 +387,17 @@ def test_a_stand_in_that_only_looks_refuses_to_put_and_to_get(path):
             with pytest.raises(weclaw.StorageError, match="readonly=True"):
                 change()
         assert (q.qsize(), q.unfinished_tasks) == (1, 1)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(q.join(), 0.5)
+        join = asyncio.create_task(q.join())
+        await asyncio.sleep(0)
+        with weclaw.Queue(path) as real:
+            assert real.purge() == 1
+            await asyncio.wait_for(join, 30)
+            real.put("kept")
+        q.shutdown()
+        with pytest.raises(aio.QueueShutDown):
+            await q.put("x")
         q.close()
 
     run(main())

@@ -140,6 +140,7 @@ class ReadonlyEngine(Engine):
             raise
         self.index = Index.open(self._own, create=True)
         self.timer = self.renewals = Timer("weclaw-timer")
+        self.io = None
         self.held = set()
         self.healed = []
         self.suspects = set()

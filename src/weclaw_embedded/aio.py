@@ -248,6 +248,12 @@ class Queue(StandIn[T]):
         core = self._core
         if core.engine.execute(core.unfinished) == 0:
             return
+        if core.store.readonly:
+            from ._readonly import LOOK_AGAIN_S
+
+            while core.engine.execute(core.unfinished):
+                await asyncio.sleep(LOOK_AGAIN_S)  # who only looks is woken by nobody
+            return
         call = Op(asyncio.get_running_loop(), self._join, until_s=None, queue=core.queue)
         self._joiners.add(call)
         try:
@@ -277,7 +283,8 @@ class Queue(StandIn[T]):
                 _answer_now(call, _dropin.shut_down())
         if left == 0:
             self._finish_joins()
-        io_of(core.engine).look_again()
+        if core.engine.io is not None:  # else nobody waits
+            core.engine.io.look_again()
 
     def _shut(self, session: Session, immediate: bool) -> tuple[int, int, list[Call]]:
         core = self._core
