@@ -61,6 +61,25 @@ def test_without_a_loop(path):
         running.join(20)
 
 
+def test_a_consumer_that_was_stopped_before_it_ran_ends_at_once(path):
+    """And takes nothing; run again, it works."""
+    with weclaw.Consumer(path) as consumer, weclaw.Producer(path) as producer:
+        id = producer.send_sync("x")
+        consumer.stop()
+        running = threading.Thread(target=consumer.run, args=(lambda msg: msg.body,), daemon=True)
+        running.start()
+        running.join(20)
+        assert not running.is_alive()
+        with weclaw.Queue(path) as q:
+            assert q.status(id) == "ready"
+            running = threading.Thread(target=consumer.run, args=(lambda msg: msg.body,))
+            running.start()
+            assert q.result(id, timeout=20) == "x"
+        consumer.stop()
+        running.join(20)
+        assert not running.is_alive()
+
+
 def test_async_for_ends_when_the_consumer_is_closed(path):
     """Whoever iterates settles."""
 

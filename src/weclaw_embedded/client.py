@@ -108,6 +108,7 @@ class Consumer(_Client):
         super().__init__(path, topic, group=group, **options)
         self.group = group
         self._worker: Worker | None = None
+        self._stopping = False  # before there was a worker to be stopped
 
     def run(self, handler: Callable[[Any], Any], concurrency: int = 1, **options: Any) -> None:
         """Work until SIGTERM, SIGINT or `stop()`. A handler that returns without settling acks,
@@ -124,13 +125,21 @@ class Consumer(_Client):
     def _work(
         self, handler: Callable[[Any], Any], concurrency: int, options: dict[str, Any]
     ) -> Worker:
-        self._worker = Worker(self._queue, handler, concurrency=concurrency, **options)
-        return self._worker
+        worker = Worker(self._queue, handler, concurrency=concurrency, **options)
+        # In this order, as `stop` does: one of the two sees what the other has noted.
+        self._worker = worker
+        if self._stopping:
+            self._stopping = False
+            worker.stop()
+        return worker
 
     def stop(self) -> None:
-        """Let `run` come to its end, as SIGTERM does. From any thread."""
-        if self._worker is not None:
-            self._worker.stop()
+        """Let `run` come to its end, as SIGTERM does. From any thread, and before `run`."""
+        self._stopping = True
+        worker = self._worker
+        if worker is not None:
+            worker.stop()
+            self._stopping = False
 
     def __iter__(self) -> Iterator[Message]:
         """Waits for the next message, and the next, until the consumer is closed."""
