@@ -303,23 +303,26 @@ def test_priorities_are_kept_while_others_put_and_take(path):
     run(main())
 
 
-def test_an_item_that_compares_with_nothing_is_refused(path):
-    """`TypeError` at put; what other handles put out of kind stops nothing."""
+def test_an_item_that_compares_with_nothing_is_taken_at_any_time(path):
+    """Before the first get and after it, and it stops nothing; those of one kind in put order."""
 
     async def main():
         q = aio.PriorityQueue(path=path)
+        q.put_nowait("text")
         q.put_nowait(2)
+        await q.put({"b": 1})
         q.put_nowait(1)
-        assert q.get_nowait() == 1
-        with pytest.raises(TypeError):
-            q.put_nowait("text")
-        with pytest.raises(TypeError):
-            await q.put({"a": 1})
+        got = [await q.get()]
+        q.put_nowait("a text")
+        await q.put({"a": 1})
         with weclaw.Queue(path) as plain:
-            plain.put({"b": 1})
-            plain.put({"a": 1})
-        got = [str(await q.get()) for _ in range(3)]
-        assert sorted(got) == ["2", "{'a': 1}", "{'b': 1}"]
+            plain.put({"c": 1})
+        got += [await q.get() for _ in range(6)]
+        assert q.empty()
+        assert [one for one in got if isinstance(one, dict)] == [{"b": 1}, {"a": 1}, {"c": 1}]
+        assert sorted(map(str, got)) == sorted(
+            ["text", "2", "{'b': 1}", "1", "a text", "{'a': 1}", "{'c': 1}"]
+        )
         q.close()
 
     run(main())

@@ -193,8 +193,6 @@ class Core:
         """Put an item, or raise NoRoom with the waiter registered."""
         if self.is_shutdown:
             raise shut_down()
-        if self.order is not None:
-            self.order.check(item)
         queue = self.queue
         data, terms = message
         return _putting.put(

@@ -58,7 +58,8 @@ class Entry:
             if other.item < self.item:
                 return False
         except TypeError:
-            # Put by other means. They must not stop the others: each kind by itself.
+            # None is refused at its put: other handles put what they like, and then it would hang
+            # on who looks first. They must not stop the others: each kind by itself.
             mine, its = type(self.item).__name__, type(other.item).__name__
             if mine != its:
                 return mine < its
@@ -88,11 +89,6 @@ class Order:
         self._level = -1  # up to where the log is known; -1: not begun
         self._engine: Any = None
         self._is_sound = True  # False: it was interrupted, or what it chose was not written
-
-    def check(self, item: Any) -> None:
-        """Raise TypeError for an item that can't be compared with those that wait."""
-        if self._item_of is not None and self._heap:
-            item < self._heap[0].item  # noqa: B015  raising is its purpose
 
     def choose(
         self,

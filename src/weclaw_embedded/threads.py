@@ -213,9 +213,9 @@ class PriorityQueue(Queue[T]):
     """`queue.PriorityQueue`, kept in a file: the lowest item first.
 
     The order is kept by this process, in memory, from what the file holds: at the first `get`
-    all waiting items are read. Items of any kind that can be compared will do; those that can't
-    be compared with the others are refused at `put` with `TypeError`. Other processes that take
-    from the same file by `weclaw_embedded.Queue` get the oldest first.
+    all waiting items are read. Items that can't be compared are taken, too: those of one kind in
+    the order they were put, and in which order kinds come is not defined. Other processes that
+    take from the same file by `weclaw_embedded.Queue` get the oldest first.
     """
 
     _kind = PRIORITY
