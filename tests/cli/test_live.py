@@ -558,18 +558,61 @@ def test_completion_prints_a_script(shell: str, ctl: Any) -> None:
     assert "_WECLAWCTL_COMPLETE" in out
 
 
-def test_a_reader_that_has_seen_enough(file: Path) -> None:
-    """`weclawctl peek FILE | head -1` says nothing of a broken pipe."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("peek", "-n", 5000),
+        ("peek", "-n", 5000, "--json"),
+        ("tail", "-n", 5000, "--no-follow", "--json"),
+        ("tail", "-n", 5000, "--no-follow"),
+        ("top", "-n", 100, "--interval", 0.1, "--json"),
+        ("top", "-n", 100, "--interval", 0.1),
+        ("results", "-n", 5000, "--json"),
+        ("dlq list", "-n", 5000),
+        ("dlq export", "-"),
+    ],
+    ids=lambda words: " ".join(map(str, words)),
+)
+def test_a_reader_that_has_seen_enough(words: tuple[object, ...], file: Path) -> None:
+    """`weclawctl peek FILE | head -1` ends as any program does there, without a word; whatever
+    the verb, and whoever of click, rich and ourselves was writing.
+    """
     with weclaw.Queue(file) as q:
-        q.put_many(list(range(5000)))
-    child = start("peek", file, "-n", 5000)
+        q.put_many(["a body of some length"] * 3000)
+        for msg in q.get_many(1500):
+            if words[0] == "results":
+                msg.ack(result="a result of some length")
+            elif str(words[0]).startswith("dlq"):
+                msg.fail("a reason of some length")
+            else:
+                msg.release()
+    verb, *options = words
+    child = start(*str(verb).split(), file, *options)
     assert child.stdout is not None
     assert child.stderr is not None
     child.stdout.readline()
     child.stdout.close()
     with child.stderr:
         assert child.stderr.read() == ""
-    child.wait(timeout=30)
+    assert child.wait(timeout=30) == 141
+
+
+@pytest.mark.parametrize("words", [("--help",), ("completion", "bash"), ("stats", "FILE")])
+def test_a_reader_that_was_never_there(words: tuple[str, ...], file: Path) -> None:
+    """The same of a short text, which is written at once or at the end."""
+    with weclaw.Queue(file) as q:
+        q.put(1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*COMMAND, *(str(file) if word == "FILE" else word for word in words)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        timeout=60,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_table_in_a_pipe_begins_with_its_heading(file: Path, ctl: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from weclaw_embedded.cli import (
     work,
 )
 from weclaw_embedded.cli._common import in_one_line, plain, say
-from weclaw_embedded.cli._screen import OutputError, drop_output
+from weclaw_embedded.cli._screen import OutputError, ReaderLeftError, drop_output
 from weclaw_embedded.errors import WeclawError
 
 __all__ = ["app", "run"]
@@ -123,9 +124,9 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("weclawctl: interrupted; nothing is left half done", err=True)
         return 130
-    except BrokenPipeError:
-        drop_output()  # whoever read it has seen enough
-        return 1
+    except ReaderLeftError:
+        drop_output()
+        return 128 + signal.SIGPIPE  # as a shell says of any other program in its place
     except OutputError as error:
         drop_output()
         if debug:

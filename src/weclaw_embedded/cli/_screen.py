@@ -35,6 +35,7 @@ from weclaw_embedded._jsonable import dumps
 
 __all__ = [
     "OutputError",
+    "ReaderLeftError",
     "age",
     "apart",
     "console",
@@ -60,12 +61,19 @@ class OutputError(OSError):
     """Standard output can't be written: no fault of the queue's disk, whatever the number says."""
 
 
+class ReaderLeftError(Exception):
+    """Whoever read standard output has seen enough. It is no OSError: click and rich end the
+    process by themselves at a broken pipe, each in its own way, and leave behind what Python then
+    fails to write at exit.
+    """
+
+
 class _Output(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
-            raise  # whoever read it has seen enough
+        except BrokenPipeError as error:
+            raise ReaderLeftError from error
         except OSError as error:
             raise OutputError(error.errno, error.strerror) from error
 
@@ -86,8 +94,9 @@ def stand_in_for_closed() -> None:
 
 
 def open_output(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same standard stream, so that what can't be written there raises OutputError. A sign that
-    a terminal can't show becomes its code, not an error in the middle of a table.
+    """The same standard stream, so that what can't be written there raises OutputError, or
+    ReaderLeftError. A sign that a terminal can't show becomes its code, not an error in the middle
+    of a table.
     """
     stream.flush()
     return io.TextIOWrapper(
