@@ -15,7 +15,7 @@ import enum
 import os
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from . import _checks
@@ -303,12 +303,6 @@ class QueueOptions:
     on_dead: Callable[..., Any] | None
     start: str | int
     given: frozenset[str]
-
-    def conflicts(self, other: QueueOptions) -> list[str]:
-        """Names of the options that both gave as arguments and gave differently."""
-        names = {field.name for field in fields(self)} - {"given"}
-        both = self.given & other.given & names
-        return sorted(name for name in both if getattr(self, name) != getattr(other, name))
 
 
 def store_options(arguments: Mapping[str, Any]) -> StoreOptions:

@@ -77,7 +77,7 @@ def open(
         max_bytes: Size of the file at which `put` waits for room; None (the default): no limit.
         max_message_bytes: Largest body, and largest headers, once encoded, for all openers; by
             default 16 MiB. It does not hold for results, which may have 1 GiB.
-        segment_bytes: Of a new file: a power of two from 64 KiB; by default 1 MiB.
+        segment_bytes: Of a new file: a power of two from 64 KiB to 1 GiB; by default 1 MiB.
         codec: How this handle writes bodies: "msgpack" (the default), "json", "raw", "pickle", or
             an object with encode and decode.
         replica: Where a second, complete copy is kept: a path on another disk, or a command as a

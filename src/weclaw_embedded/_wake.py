@@ -230,6 +230,7 @@ class Waker:
         return waiter.woken
 
     def _is_closed(self) -> bool:
+        # Another thread may have closed it since: a type checker would go by the last look.
         return self._closed
 
     def _read(self, timeout_s: float) -> None:
