@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
+
+from tests.helpers.cli import start
 
 import weclaw_embedded as weclaw
 
@@ -68,6 +72,34 @@ def test_the_line_of_a_record_of_csv_is_where_it_begins(
     for body in ('{"id": [1]}', '{"id": null}'):
         _, _, err = ctl("put", file, body, "--id-field", "id")
         assert "the field 'id' is no text or number to take the id from" in err
+
+
+@pytest.mark.parametrize("words", [(), ("-",), ("--input", "-")], ids=str)
+def test_a_dash_is_standard_input(words: tuple[str, ...], file: Path) -> None:
+    """As for `dlq export` it is standard output; never the text "-", unless that is meant."""
+    child = start("put", file, *words, stdin=subprocess.PIPE)
+    out, err = child.communicate("1\n2\n", timeout=60)
+    assert (child.returncode, out, err) == (0, f"2 messages put into {file}\n", "")
+    assert bodies(file) == [1, 2]
+
+
+def test_a_dash_among_bodies_is_text_only_where_that_is_said(file: Path, ctl: Any) -> None:
+    status, _, err = ctl("put", file, "1", "-")
+    assert status == 2
+    assert "'-' is standard input, and stands alone, unless with --text; " in err
+    assert not file.exists()
+    assert ctl("put", file, "--text", "-", "1")[0] == 0
+    assert bodies(file) == ["-", "1"]
+
+
+def test_a_dash_for_a_standard_input_that_is_closed_is_wrong_usage(file: Path) -> None:
+    for words in (("-",), ("--input", "-")):
+        child = start("put", file, *words, preexec_fn=lambda: os.close(0))
+        _, err = child.communicate(timeout=60)
+        assert child.returncode == 2
+        assert "standard input is closed" in err
+        assert len(err.splitlines()) == 1
+        assert not file.exists()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,12 @@ _PATH = re.compile(r"(?![a-z][a-z0-9+.-]*://)(\S*/\S+|[\w~.-]+\.[a-z]\w{0,5})", 
 @click.command()
 @common.file_argument
 @click.argument("bodies", nargs=-1, metavar="[BODY]...")
-@click.option("--input", "source", type=click.Path(dir_okay=False), help="Read from this file.")
+@click.option(
+    "--input",
+    "source",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    help="Read from this file; '-': from standard input.",
+)
 @click.option(
     "--format",
     "form",
@@ -64,14 +69,22 @@ def put(
 
         weclawctl put tasks.wq < tasks.jsonl
 
-    A BODY is JSON if it can be read as such, else text. What was put is on disk; an input that
-    can't be read stops at its line, and says so. With --id-field, putting it again puts nothing
-    twice.
+    A BODY is JSON if it can be read as such, else text; "-" is standard input. What was put is on
+    disk; an input that can't be read stops at its line, and says so. With --id-field, putting it
+    again puts nothing twice.
     """
     if bodies and source is not None:
         raise click.UsageError("give either bodies or --input, not both")
+    if not text and "-" in bodies:
+        if len(bodies) > 1:
+            raise click.UsageError("'-' is standard input, and stands alone, unless with --text")
+        bodies, source = (), "-"
     if not bodies and source is None and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("nothing to put: give a body, --input, or a pipe")
+    if source == "-":
+        if sys.stdin is None:
+            raise click.UsageError("standard input is closed, so '-' has nothing to put")
+        source = None
     if not text:
         _must_be_no_files(bodies)
 
