@@ -31,6 +31,7 @@ from .errors import DiskFullError
 
 __all__ = [
     "create_whole",
+    "make_beside",
     "make_fifo",
     "match_owner_and_mode",
     "place",
@@ -177,17 +178,32 @@ def make_fifo(path: str, mode: int = 0o600) -> None:
     os.chmod(path, mode)
 
 
-def match_owner_and_mode(path: str, like_fd: int) -> None:
-    """Give a file or directory beside ours the owner and mode of ours, as far as we may.
+def make_beside(path: str, like: str | int) -> None:
+    """Make an empty file with the owner and mode of ours, as far as we may, where nothing has that
+    name; what has it stays as it is. Its owner can write it also where ours may only be read.
+    """
+    # By its descriptor from then on: a link put in its place meanwhile would be followed.
+    with contextlib.suppress(FileExistsError):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            match_owner_and_mode(fd, like)
+            os.chmod(fd, stat.S_IMODE(os.stat(fd).st_mode) | stat.S_IWUSR)
+        finally:
+            os.close(fd)
+
+
+def match_owner_and_mode(path: str | int, like: str | int) -> None:
+    """Give a file or directory beside ours the owner and mode of ours, as far as we may; both by
+    their paths or descriptors.
 
     A directory can be entered by whoever can read the file.
     """
-    like = os.fstat(like_fd)
+    ours = os.stat(like)
     have = os.stat(path)
-    if (have.st_uid, have.st_gid) != (like.st_uid, like.st_gid):
+    if (have.st_uid, have.st_gid) != (ours.st_uid, ours.st_gid):
         with contextlib.suppress(PermissionError):
-            os.chown(path, like.st_uid, like.st_gid)
-    mode = stat.S_IMODE(like.st_mode) & 0o777
+            os.chown(path, ours.st_uid, ours.st_gid)
+    mode = stat.S_IMODE(ours.st_mode) & 0o777
     if stat.S_ISDIR(have.st_mode):
         mode |= (mode & 0o444) >> 2
     if stat.S_IMODE(have.st_mode) != mode:

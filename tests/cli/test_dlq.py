@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,47 @@ def test_the_memory_does_not_grow_for_ever(
     memory = Path(f"{file}.watch")
     assert memory.read_text(encoding="utf-8").count("\n") == 1
     assert not Path(f"{memory}.part").exists()
+
+
+@pytest.mark.parametrize(("mode", "memory_mode"), [(0o600, 0o600), (0o640, 0o640), (0o400, 0o600)])
+def test_the_memory_of_a_watch_has_the_owner_and_mode_of_the_queue(
+    mode: int, memory_mode: int, file: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are names, offsets and times in it. When it is written anew, too; and it can be written
+    beside a file that may only be read.
+    """
+    from weclaw_embedded.cli import watch
+
+    monkeypatch.setattr(watch, "_SLACK", 1)
+    kill_letters(file, 1, 2)
+    file.chmod(mode)
+    if not os.geteuid():
+        os.chown(file, 1234, 2345)
+    umask = os.umask(0o022)
+    try:
+        for _ in range(4):
+            assert ctl("dlq", "watch", file, "--exec", "exit 1", "--once")[0] == 1
+        own = Path(f"{file}.own")
+        assert ctl("dlq", "watch", file, "--exec", "true", "--once", "--state", own)[0] == 0
+    finally:
+        os.umask(umask)
+    queue = file.stat()
+    for ending in (".watch", ".watch.lock"):
+        found = Path(f"{file}{ending}").stat()
+        assert (found.st_uid, found.st_gid) == (queue.st_uid, queue.st_gid)
+        assert stat.S_IMODE(found.st_mode) == memory_mode
+    assert stat.S_IMODE(own.stat().st_mode) == 0o644  # whose place it is may say whose it is
+
+
+def test_nothing_is_given_away_for_a_link_beside_the_queue(file: Path, ctl: Any) -> None:
+    """What has the name already stays as it is: root watches other people's queues."""
+    kill_letters(file, 1)
+    other = file.with_name("other")
+    other.touch(0o604)
+    other.chmod(0o604)
+    Path(f"{file}.watch").symlink_to(other)
+    assert ctl("dlq", "watch", file, "--exec", "true", "--once")[0] == 0
+    assert stat.S_IMODE(other.stat().st_mode) == 0o604
 
 
 def test_the_memory_of_a_command_that_always_fails_does_not_grow(

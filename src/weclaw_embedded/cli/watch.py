@@ -22,7 +22,7 @@ import click
 import filelock
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _survey
+from weclaw_embedded import _names, _survey
 from weclaw_embedded._jsonable import dumps
 from weclaw_embedded.cli import _common as common
 
@@ -93,7 +93,7 @@ def watch(
             if wrong is not None and once:
                 common.fail(f"{wrong}; nothing was called")
             # Only now: what is no queue, or is not meant, gets nothing beside it.
-            memory = _Memory(state or f"{os.path.realpath(file)}.watch")
+            memory = _Memory(state, os.path.realpath(file))
             stack.callback(memory.close)
             if wrong is not None:  # it may begin at any moment
                 common.say(f"weclawctl: {wrong}; waiting for it")
@@ -213,10 +213,14 @@ class _Memory:
     in a row it has failed when it has ended, 0 for a good end. The last line of a death counts.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str | None, file: str) -> None:
+        """At this path, made as all new files are; without one beside the queue's file, whose owner
+        and mode it has.
+        """
+        self._path = path or f"{file}.watch"
+        self._like = None if path else file
         self._locked = self._lock()
-        self._file = self._open(path)
+        self._file = self._open(self._path)
         self._file.seek(0)
         *lines, cut = self._file.read().split("\n")
         self.is_new = not lines
@@ -232,8 +236,8 @@ class _Memory:
         except (ValueError, TypeError) as error:
             self.close()
             raise common.Failure(
-                f"{common.plain(path)} is not the memory of a watch; nothing was called; name "
-                "another place with --state"
+                f"{common.plain(self._path)} is not the memory of a watch; nothing was called; "
+                "name another place with --state"
             ) from error
         self._due_s = {death: 0.0 for death, number in self._failures.items() if number}
         if cut:  # by a crash in the middle of writing it: nobody was called for it
@@ -243,8 +247,11 @@ class _Memory:
 
     def _lock(self) -> filelock.BaseFileLock:
         # A file of its own: the memory itself is replaced when it is written anew.
-        lock = filelock.FileLock(f"{self._path}.lock", timeout=0)
+        path = f"{self._path}.lock"
+        lock = filelock.FileLock(path, timeout=0)
         try:
+            if self._like is not None:
+                _names.make_beside(path, self._like)
             lock.acquire()
         except filelock.Timeout:
             raise common.Failure(
@@ -257,6 +264,8 @@ class _Memory:
 
     def _open(self, path: str) -> TextIO:
         try:
+            if self._like is not None:
+                _names.make_beside(path, self._like)
             return open(path, "a+", encoding="utf-8")
         except OSError as error:
             raise self._refused(error) from error
