@@ -167,6 +167,8 @@ def replica(name: str, value: Any) -> str | tuple[str, ...] | bool:
         path = os.fsdecode(value)
         if not path or "\0" in path:
             raise ValueError(f"{name} must name a file, not {value!r}")
+        if os.path.basename(path) in ("", ".", ".."):
+            raise ValueError(f"{name} must name a file, not the folder {value!r}")
         place = os.path.abspath(path)
         _must_be_recordable(name, place)
         return place

@@ -75,6 +75,29 @@ def _is_missing(path: str) -> bool:
     return False
 
 
+def full_path(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a file, there or not. Raises ValueError for what can be no path, and
+    NotAQueueError where a folder is named, which the absolute path would not show any more.
+    """
+    name = os.fsdecode(path)
+    if not name:
+        raise ValueError("the path is empty; nothing was opened or made; name a file")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # a surrogate that stands for no byte
+        is_path = False
+    else:
+        is_path = "\0" not in name
+    if not is_path:
+        raise ValueError(f"{name!r} is no path; nothing was opened or made; name a file")
+    if os.path.basename(name) in ("", ".", ".."):
+        raise NotAQueueError(
+            f"{name} is the name of a folder, and a queue is a file; nothing was opened or made; "
+            "check the path"
+        )
+    return os.path.abspath(name)
+
+
 def check_path(path: str) -> None:
     """Refuse what can be no queue, before anything is made or waits for it."""
     try:

@@ -28,7 +28,7 @@ from ._options import (
     queue_options,
     store_options,
 )
-from ._paths import typed_errors
+from ._paths import full_path, typed_errors
 from ._queries import GroupInfo
 from ._restore import end_of, refuse_itself, restore_damaged, restore_missing
 from ._session import POLICIES
@@ -113,7 +113,7 @@ class Store:
     ) -> None:
         self._closed = True  # until it is open, for __del__
         self._closing = threading.Lock()  # taken by the one call that closes it
-        self.path = _full(path)
+        self.path = full_path(path)
         self._options = options
         self._arguments = arguments
         self.readonly = options.readonly
@@ -272,7 +272,7 @@ class Store:
         Raises StorageError if `path` exists, or readonly if others give space back faster than it
         is copied; DiskFullError; then there is no file.
         """
-        backup(self._engine, _full(path))
+        backup(self._engine, full_path(path))
 
     def close(self) -> None:
         """Close this handle and its queues. The last handle of the process hands leases back
@@ -327,12 +327,3 @@ class Store:
             if self._needs_closing:
                 warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._drop()
-
-
-def _full(path: str | os.PathLike[str]) -> str:
-    name = os.fsdecode(path)
-    if not name:
-        raise ValueError("the path is empty; nothing was opened or made; name a file")
-    if "\0" in name:
-        raise ValueError(f"{name!r} is no path; nothing was opened or made; name a file")
-    return os.path.abspath(name)

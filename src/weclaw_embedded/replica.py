@@ -19,7 +19,7 @@ from ._format import DEFAULT_SEGMENT_BYTES, FENCED, PRIMARY
 from ._healing import ask
 from ._opening import RECEIVER
 from ._options import store_options
-from ._paths import check_path, read_header, typed_errors
+from ._paths import check_path, full_path, read_header, typed_errors
 from ._receiver import serve
 from ._recovery import recover_copy
 from ._shared import IS_COPY, REPLICATION
@@ -49,7 +49,7 @@ def node(path: str | os.PathLike[str]) -> Node:
     """What the file at `path` is. Opens it only to look; raises FileNotFoundError, NotAQueueError,
     FormatVersionError, CorruptError, StorageError.
     """
-    name = os.path.abspath(os.fsdecode(path))
+    name = full_path(path)
     header, role, _ = role_of(name)
     fd = _files.open_ro(name)
     try:
@@ -77,7 +77,7 @@ def receive(path: str | os.PathLike[str], stdin: BinaryIO, stdout: BinaryIO) -> 
     Returns when the stream ends: 0, or 1 when it was refused. Both must be open files.
     """
     # The file itself, so that a link to another disk is not replaced by a file on this one.
-    return serve(os.path.realpath(os.fsdecode(path)), stdin, stdout)
+    return serve(os.path.realpath(full_path(path)), stdin, stdout)
 
 
 def promote(path: str | os.PathLike[str]) -> int:
@@ -88,7 +88,7 @@ def promote(path: str | os.PathLike[str]) -> int:
     changed then. Once this has returned the primary it was a copy of is fenced off at its next
     contact. Interrupted in the middle, call it again.
     """
-    name = os.path.realpath(os.fsdecode(path))
+    name = os.path.realpath(full_path(path))
     with typed_errors(name):
         check_path(name)
         return _promote(name)

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.queues import drain, scratch
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import replica
 
 
 def make(what, path):
@@ -49,9 +50,33 @@ def test_what_is_no_file_is_no_queue(tmp_path, what, name, options):
 
 def test_a_path_that_can_not_be_one_is_refused():
     """Before anything is looked at, in words of ours."""
-    for opener in (weclaw.Queue, weclaw.open):
-        with pytest.raises(ValueError, match="is no path; nothing was opened or made"):
-            opener("a\0b")
+    for path in ("a\0b", "a\ud800b"):
+        for opener in (weclaw.Queue, weclaw.open, replica.node, replica.promote):
+            with pytest.raises(ValueError, match="is no path; nothing was opened or made"):
+                opener(path)
+
+
+@pytest.mark.parametrize("ending", ["/", "//", "/.", "/.."])
+@pytest.mark.parametrize("there", ["nothing", "a file", "a folder"])
+def test_a_path_that_names_a_folder_is_refused(tmp_path, ending, there):
+    """As a queue, a copy and a backup, whatever is there: a file of that name without what says so
+    is another.
+    """
+    path = tmp_path / "a"
+    with weclaw.Queue(tmp_path / "tasks.wq") as q:
+        q.put(1)
+        if there == "a file":
+            q._store.backup(path)
+        elif there == "a folder":
+            path.mkdir()
+        before = sorted(os.listdir(tmp_path))
+        named = f"{path}{ending}"
+        for refuses in (weclaw.Queue, weclaw.open, replica.node, q._store.backup):
+            with pytest.raises(weclaw.NotAQueueError, match="is the name of a folder, and a queue"):
+                refuses(named)
+        with pytest.raises(ValueError, match="replica must name a file, not the folder"):
+            weclaw.open(tmp_path / "new.wq", replica=named)
+        assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_the_name_of_a_file_is_any_bytes(tmp_path):
