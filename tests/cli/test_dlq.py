@@ -77,7 +77,7 @@ def test_a_dry_run_shows_and_changes_nothing(file: Path, letters: Any, js: Any, 
 def test_those_that_pass_are_redriven(file: Path, letters: Any, js: Any, ctl: Any) -> None:
     assert js("dlq", "redrive", file, "--reason", "timeout") == {"redriven": 2}
     assert [one["id"] for one in js("dlq", "list", file)] == letters["policy"]
-    assert js("dlq", "redrive", file, "--reason", "timeout") == {"redriven": 0}
+    assert js("dlq", "redrive", file, "--reason", "timeout", status=1) == {"redriven": 0}
     assert ctl("dlq", "redrive", file, "--all", "--reason", "x")[0] == 2
     assert js("dlq", "redrive", file, "--all") == {"redriven": 1}
     assert js("dlq", "redrive", file, "--topic", "mails", "--group", "senders")["redriven"] == 1
@@ -101,7 +101,7 @@ def test_redrive_shows_and_asks_on_a_terminal(
         screen.type("y\n")
         assert screen.end() == 0
     assert js("stats", file)["dead"] == 3 - number
-    kill_letters(file, "another")
+    kill_letters(file, "another", reason="TimeoutError: no answer")
     with Terminal("dlq", "redrive", file, *words, "--yes") as screen:
         assert screen.end() == 0
 
@@ -529,6 +529,23 @@ def test_ids_that_are_no_letters_are_named(file: Path, ctl: Any) -> None:
         status, _, err = ctl("dlq", *words)
         assert status == 1
         assert "no dead letter of this topic and group: nobody; see" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("redrive",), ("redrive", "--dry-run"), ("purge", "--yes"), ("redrive", "ID")],
+    ids=str,
+)
+def test_a_reason_that_no_letter_has_is_told(words: tuple[str, ...], file: Path, ctl: Any) -> None:
+    """As an id is that is none: a misspelt one is no success."""
+    (dead,) = kill_letters(file, 1)
+    verb, *others = (dead if word == "ID" else word for word in words)
+    status, out, err = ctl("dlq", verb, file, *others, "--reason", "blokced")
+    assert (status, out.split()[0]) == (1, "0")
+    assert " has 'blokced' in its reason; 'dlq list --by-reason' has those there are" in err
+    assert len(err.splitlines()) == 1
+    assert ctl("dlq", verb, file, *others, "--reason", "blocked", "--older-than", "1h")[0] == 0
+    assert ctl("dlq", verb, file, *others, "--reason", "Blocked")[0] == 0
 
 
 def test_reasons_that_differ_in_numbers_are_one_row(file: Path, js: Any) -> None:

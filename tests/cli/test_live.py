@@ -615,6 +615,17 @@ def test_a_reader_that_was_never_there(words: tuple[str, ...], file: Path) -> No
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("words", [("top",), ("dlq watch", "--exec", "true", "--once")], ids=str)
+def test_an_interval_of_nothing_is_wrong_usage(
+    words: tuple[str, ...], file: Path, ctl: Any
+) -> None:
+    weclaw.Queue(file).close()
+    verb, *options = words
+    status, _, err = ctl(*verb.split(), file, *options, "--interval", "0")
+    assert status == 2
+    assert "it must be more than 0 seconds" in err
+
+
 def test_a_table_in_a_pipe_begins_with_its_heading(file: Path, ctl: Any) -> None:
     """Not with a line of blanks."""
     kill_letters(file, 1)

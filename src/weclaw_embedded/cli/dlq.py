@@ -73,6 +73,8 @@ class _Choice:
         self.unreadable: dict[str, None] = {}  # those of them that can't be read
         self.damage: list[weclaw.CorruptError] = []  # letters that can't be read, of all there are
         now = datetime.now(timezone.utc)
+        self.reason = reason
+        self.has_reason = reason is None  # whether any letter that was looked at has it
         self._reason = None if reason is None else reason.casefold()
         self._before = None if older_than is None else now - timedelta(seconds=older_than)
         self._after = None if newer_than is None else now - timedelta(seconds=newer_than)
@@ -99,12 +101,14 @@ class _Choice:
                 self.unreadable[id] = None
 
     def passes(self, letter: weclaw.DeadLetter) -> bool:
+        has_reason = (
+            self._reason is None
+            or self._reason in letter.reason.casefold()
+            or self._reason in _shape(letter.reason).casefold()
+        )
+        self.has_reason |= has_reason
         return (
-            (
-                self._reason is None
-                or self._reason in letter.reason.casefold()
-                or self._reason in _shape(letter.reason).casefold()
-            )
+            has_reason
             and (self._before is None or letter.died_at <= self._before)
             and (self._after is None or letter.died_at >= self._after)
         )
@@ -456,14 +460,21 @@ def _report(done: str, number: int, choice: _Choice, limit: int | None, *, as_js
 
 
 def _must_be_all(number: int, choice: _Choice, limit: int | None) -> None:
-    """Of those that were named, all must be letters, and all that can be read; else the exit status
-    says so.
+    """Of those that were named, all must be letters, and all that can be read, and some must have
+    the reason that was named; else the exit status says so. That none is of the time asked for is
+    no fault: nobody misspelt it.
     """
     faults = []
     if choice.unknown:
         letters = f"dead letter{'s' if len(choice.unknown) > 1 else ''}"
         named = _first(choice.unknown)
         faults.append(f"no {letters} of this topic and group: {named}; see 'dlq list'")
+    elif not choice.has_reason:
+        which = "of these dead letters" if choice.ids else "dead letter of this topic and group"
+        faults.append(
+            f"no{'ne' if choice.ids else ''} {which} has {choice.reason!r} in its reason; "
+            "'dlq list --by-reason' has those there are"
+        )
     at = dict.fromkeys(f"that at offset {one.offset}" for one in choice.damage)
     damaged = [*choice.unreadable, *at]
     if damaged and (limit is None or number < limit):

@@ -34,7 +34,7 @@ _FIRST_S = 0.5
 
 @click.command(short_help="Watch FILE at work: counts, rates, oldest, dead.")
 @common.file_argument
-@click.option("--interval", type=common.DURATION, default=2.0, show_default=True)
+@click.option("--interval", type=common.POSITIVE, default=2.0, show_default=True)
 @click.option(
     "-n",
     "--count",

@@ -50,7 +50,7 @@ Death = tuple[str, str, int, int]  # topic, group, offset, time in microseconds
 )
 @click.option("--skip-existing", is_flag=True, help="At the first start, skip what is dead by now.")
 @click.option("--once", is_flag=True, help="Call for what is there and end.")
-@click.option("--interval", type=common.DURATION, default=1.0, show_default=True)
+@click.option("--interval", type=common.POSITIVE, default=1.0, show_default=True)
 @click.option(
     "--retry-after",
     type=common.DURATION,
