@@ -146,6 +146,32 @@ def test_a_body_that_is_refused_is_told_without_lines(file: Path, ctl: Any) -> N
     assert bodies(file) == [1]
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("refused", "fault"),
+    [
+        (f'{{"id": "x", "a": {2**70}}}', "body['a']: an int outside "),
+        ('{"id": ""}', "id must have 1 to 1024 bytes in UTF-8, not 0"),
+        (f'{{"id": "x", "a": "{"a" * 70_000}"}}', "the message has 70"),
+    ],
+    ids=["number", "id", "size"],
+)
+def test_what_was_put_of_an_input_is_said_once(
+    before: int, refused: str, fault: str, file: Path, tmp_path: Path, ctl: Any
+) -> None:
+    """Not of the message and of the input, too; and only its lines are counted."""
+    weclaw.Queue(file, max_message_bytes=65536).close()
+    source = tmp_path / "tasks.jsonl"
+    lines = [f'{{"id": "{n}"}}' for n in range(before)]
+    source.write_text("\n".join([*lines, refused, '{"id": "9"}']), "utf-8")
+    status, _, err = ctl("put", file, "--input", source, "--id-field", "id")
+    assert status == 1
+    assert err.startswith(f"weclawctl: line {before + 1}: {fault}")
+    assert err.count("nothing was") == (not before)
+    assert "the first is" not in err
+    assert len(bodies(file)) == before
+
+
 def test_what_all_of_an_input_is_refused_for_is_said_of_its_lines(
     file: Path, tmp_path: Path, ctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

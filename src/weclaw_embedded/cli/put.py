@@ -22,6 +22,8 @@ __all__ = ["COMMANDS"]
 _CHUNK_BYTES = 1 << 20
 # What files of messages are called.
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".csv")
+# What the library says of a single put.
+_NOTHING = re.compile(r"; nothing was (written|put|changed)\b")
 # What looks like a path: with a folder, or an ending, and no address of something on the net.
 _PATH = re.compile(r"(?![a-z][a-z0-9+.-]*://)(\S*/\S+|[\w~.-]+\.[a-z]\w{0,5})", re.IGNORECASE)
 
@@ -175,7 +177,8 @@ def _unfit(where: str, body: Any) -> str | None:
 
 
 def _told(where: str, error: Exception) -> str:
-    return f"{where}: {error}" if where else str(error)
+    """Of one that was refused. Where it is one of several, how many were put is said of all."""
+    return f"{where}: {_NOTHING.sub('', str(error))}" if where else str(error)
 
 
 def _put_all(
@@ -201,7 +204,8 @@ def _put_all(
         return ids, None
     except weclaw.WeclawError as error:
         first, last = places[0], places[len(messages) - 1]
-        return [], _told(first if first == last else f"{first} to {last}", error)
+        where = first if first == last else f"{first} to {last}"
+        return [], f"{where}: {error}" if where else str(error)
 
 
 def _put_one(queue: weclaw.Queue, one: weclaw.Put) -> str:
