@@ -558,6 +558,23 @@ def test_completion_prints_a_script(shell: str, ctl: Any) -> None:
     assert "_WECLAWCTL_COMPLETE" in out
 
 
+def test_no_group_is_said_to_begin_where_nothing_was_opened(
+    file: Path, ctl: Any, handlers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong with the options comes first, and alone."""
+    with weclaw.Queue(file) as q:
+        q.put(1)
+        q.get(timeout=5).ack()
+    words = ("work", file, handlers("def handle(msg): pass"), "--drain", "--group", "new")
+    monkeypatch.setenv("WECLAW_MAX_RETRIES", "abc")
+    status, _, err = ctl(*words)
+    assert status == 2
+    assert len(err.splitlines()) == 1
+    assert "WECLAW_MAX_RETRIES" in err
+    monkeypatch.delenv("WECLAW_MAX_RETRIES")
+    assert "this worker begins it" in ctl(*words)[2]
+
+
 @pytest.mark.parametrize(
     "words",
     [

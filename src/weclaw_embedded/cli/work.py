@@ -93,8 +93,6 @@ def work(
         wrong = common.missing(store, topic, group)
         if drain and common.missing(store, topic, None) is not None:
             common.fail(f"{wrong}; nothing was done")  # nobody waits for it to begin
-        if wrong is not None:  # a consumer may be there first, and a group begins with it
-            common.say(f"weclawctl: {wrong}; this worker begins it")
         queue = common.queue_of(store, topic, group, visibility_timeout=visibility_timeout)
         worker = weclaw.Worker(
             queue,
@@ -105,6 +103,8 @@ def work(
             pause_after=pause_after,
             pause_for=pause_for,
         )
+        if wrong is not None:  # a consumer may be there first, and a group begins with it
+            common.say(f"weclawctl: {wrong}; this worker begins it")
         with _watched(worker, store, queue, drain=drain) as seen:
             worker.run()
         stats = queue.stats()
