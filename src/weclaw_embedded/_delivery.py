@@ -152,6 +152,7 @@ class Taken:
     dead: list[int]  # offsets that became dead letters meanwhile
     look_again_us: int | None = None  # queue time
     paused = ""  # until when, and why, if that is why nothing was found
+    has_more = False  # has ended by itself and was not judged yet: to be looked again at once
 
 
 def taken_of(leases: list[Lease], dead: list[int]) -> Taken:

@@ -45,7 +45,7 @@ from ._index import Index
 from ._opening import IN_USE, WRITE, Opened
 from ._options import StoreOptions
 from ._scratch import INDEX_NAME, PAGE_NAME, write_clean_mark
-from ._session import ALL, Appended, Job, Session, begin, spread
+from ._session import ALL, Appended, Job, MoreEnded, Session, begin, spread
 from ._shared import (
     CLEAN_AT,
     FAILED,
@@ -120,6 +120,14 @@ def _said_by(record: bytes, location: int, kind: type[T]) -> T:
 
 def _another(location: int, wanted: str) -> LookupError:
     return LookupError(f"offset {location} holds no {wanted}: repair has written over it")
+
+
+def _unless_more(session: Session, operation: Callable[[Session, What], T], what: What) -> object:
+    """What the operation returns; the class MoreEnded where it is to be run anew."""
+    try:
+        return operation(session, what)
+    except MoreEnded:
+        return MoreEnded
 
 
 class Engine(
@@ -261,6 +269,7 @@ class Engine(
         """
         # (One argument, because to hand on several costs a fortieth of a turn each time.)
         session = None
+        has_more = False
         words = self.page.words
         try:
             with self._lock:
@@ -274,7 +283,10 @@ class Engine(
                         session = begin(Session, self)
                     if self.is_late:
                         self.publish(session)
-                    result = operation(session, what)
+                    try:
+                        result = operation(session, what)
+                    except MoreEnded:
+                        has_more = True
                     session.finish()
                     waiters = words[WAITERS]
                     if session.woken or (waiters and (session.ready or waiters >= FOR_SETTLED)):
@@ -306,6 +318,8 @@ class Engine(
             ):
                 raise
             return self.turn(operation, what)
+        if has_more:
+            return self._again(session, operation, what)
         try:
             if session.tail >= self._look_at or not session.is_plain:
                 result = self._after(session, result)
@@ -322,6 +336,14 @@ class Engine(
                 self.give_back_unseen([*chain.from_iterable(session.begun)])
             raise
         return result
+
+    def _again(self, session: Session, operation: Callable[[Session, What], T], what: What) -> T:
+        """`run`, after a turn that judged only a part of what had ended by itself."""
+        self._after(session, None)
+        while True:
+            result = self.execute(_unless_more, operation, what)
+            if result is not MoreEnded:
+                return cast("T", result)
 
     def turn(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """`execute`, once, with the space there is."""

@@ -174,9 +174,10 @@ class Handle:
 
     def _swept(self, session: Session) -> Any:
         dead: list[int] = []
-        group = _queries.swept(session, self._address, dead)
-        self._remember_dead(dead)
-        return group
+        try:
+            return _queries.swept(session, self._address, dead)
+        finally:
+            self._remember_dead(dead)
 
     def _remember_dead(self, dead: list[int]) -> None:
         """Letters made on the way; told of after the lock is given back, by another thread."""

@@ -210,6 +210,7 @@ class Turns:
             taken = takes.source.look(session, n, takes.visibility_s, self._ready)
             found.dead.extend(taken.dead)
             found.look_again_us = taken.look_again_us
+            found.has_more = taken.has_more
             if not taken.leases:
                 break
             found.leases.extend(taken.leases)
@@ -336,8 +337,9 @@ class Turns:
         takes.look_at_s = None
         if not calls:
             return
-        if taken.leases:
-            self._look_ready = True  # some were damaged, or more were wanted than a turn gives
+        if taken.leases or taken.has_more:
+            # Some were damaged, or more were wanted, or ended by themselves, than a turn does.
+            self._look_ready = True
             return
         if taken.look_again_us is not None:
             ahead_s = (taken.look_again_us - self._engine.now_us()) / 1e6

@@ -29,7 +29,7 @@ from ._delivery import (
 from ._session import SYNC, Session
 from ._settling import hold_all, let_go_all
 from ._shared import EVERYBODY, OPTIONS_SEQ, mask_of
-from ._taking import sweep
+from ._taking import sweep_all
 from ._wake import Waiter
 from .errors import Full, LeaseLostError, MessageTooLargeError
 from .wal import Alike, bytes_of
@@ -209,9 +209,11 @@ def _check_room(
             waiting -= len(session.tx.expired(group, session.now_us, waiting))
         else:
             dead: list[int] = []
-            sweep(session, session.tx, group, address.retry, _clock.monotonic_ns(), dead)
-            if dead and tell_dead is not None:
-                session.when_written(partial(tell_dead, dead))
+            try:
+                sweep_all(session, session.tx, group, address.retry, dead)
+            finally:
+                if dead and tell_dead is not None:
+                    session.when_written(partial(tell_dead, dead))
             waiting = waiting_in(session.tx, group)
     if waiting + n > maxsize:
         raise NoRoom(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from . import _clock, _delivery, _records, _taking
+from . import _delivery, _records, _taking
 from ._delivery import Address, place
 from ._index import GroupState
 from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD, STATE_LEASED, key_hash
@@ -87,7 +87,7 @@ def swept(session: Session, address: Address, dead: list[int]) -> GroupState | N
     if group is None:
         return _imagined(session, address)
     session.engine.bury(session, session.engine.dead_owners(everyone=True))
-    _taking.sweep(session, session.tx, group, address.retry, _clock.monotonic_ns(), dead)
+    _taking.sweep_all(session, session.tx, group, address.retry, dead)
     if session.imagined:
         dead.clear()  # who is told of a letter is told once: when it is written
     return group
@@ -113,7 +113,7 @@ def _imagined(session: Session, address: Address) -> GroupState | None:
         session.judge([_delivery.group_record(topic.tid, address)])
         group = tx.group(address.gid)
         assert group is not None, "a GROUP record makes the group"
-        _taking.sweep(session, session.tx, group, address.retry, _clock.monotonic_ns(), [])
+        _taking.sweep_all(session, session.tx, group, address.retry, [])
         return group
     template = session.tx.template(topic.tid)
     if session.tx.expired(template, session.now_us, 1):

@@ -44,6 +44,12 @@ Record = Sequence[bytes | memoryview]
 Appended = tuple[int, int, Record]  # offset, time, record
 
 
+class MoreEnded(Exception):
+    """So much has ended by itself that the turn is over before all of it is judged. What was judged
+    stays, and the operation is run anew: others have the lock in between.
+    """
+
+
 class Session:
     """One turn under the write lock, made by `begin`. Operations get it as their first argument."""
 
@@ -92,6 +98,7 @@ class Session:
     pokes: Sequence[tuple[bytes, Sequence[int]]] = ()  # kinds and slots of all who are woken
     shares_sync = False  # another process is at one, and may do the next, too
     may_make_room = True  # where the disk is full
+    may_pause = True  # its operation may raise MoreEnded
     is_long = False  # the disk is to begin with it at once; then not `is_plain`
     # Makes the rest of the operation's result, while the disk works; then not `is_plain`.
     answer: Callable[[], Any] | None = None

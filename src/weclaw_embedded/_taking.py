@@ -31,7 +31,7 @@ from ._index import GroupState, Picks, Row, Tx
 from ._options import RetryPolicy
 from ._records import DIED, LAPSED, NEVER
 from ._segments import SPARES
-from ._session import Session
+from ._session import MoreEnded, Session
 from ._shared import DEAD_SEQ, OWNERS_HIGH, READY, WAITERS, mask_of
 from ._wake import Waiter
 from .errors import DiskFullError, Empty
@@ -40,7 +40,7 @@ from .wal import HEAD
 LAPSE_REASON: Final = "lease ran out"
 DEATH_REASON: Final = "consumer died"
 EXPIRY_REASON: Final = "expired"
-# So many are judged before something is handed out; and looked for at a time by who wants all.
+# So many are judged at a time: by who takes, and by who wants all judged.
 _FEW: Final = 1000
 _MANY: Final = 10_000
 # Of one frame: of all that ends at once it would be a huge one.
@@ -54,8 +54,9 @@ def take(
     choose: Callable[..., Picks] | None = None,
 ) -> Taken:
     """Lease up to `n` messages, for `visibility_s`. With none, `waiter` is registered before the
-    lock is given back, so that no wake-up falls between looking and waiting. `choose(session,
-    group, n, visible=…, now_us=…, suspects=…)` is for an order other than the index's.
+    lock is given back, so that no wake-up falls between looking and waiting; but not where the
+    answer `has_more`. `choose(session, group, n, visible=…, now_us=…, suspects=…)` is for an order
+    other than the index's.
     """
     address, n, visibility_s, waiter = what
     engine = session.engine
@@ -100,11 +101,12 @@ def take(
                         session, group, n, visible=visible, now_us=now_us, suspects=suspects
                     )
                 if not picks[0]:
-                    if not has_more:
-                        break
-                    # They all died, say; there may be something among the others.
-                    has_more = sweep(session, tx, group, address.retry, now_ns, dead)
-                    continue
+                    if has_more:
+                        # They all died, say; there may be something among the others.
+                        taken = taken_of([], dead)
+                        taken.has_more = True
+                        return taken
+                    break
                 if not words[SPARES]:
                     picks = _endable(session, picks)
                 try:
@@ -251,13 +253,11 @@ def sweep(
     retry: RetryPolicy,
     now_ns: int,
     dead: list[int],
-    limit: int | None = None,
+    limit: int,
 ) -> bool:
     """Judge what ended by itself: owners' deaths, leases run out, messages expired; then make
-    ready what is due. Offsets of new dead letters are added to `dead`.
-
-    Who counts needs all of it judged. Who takes may say at how many of a kind it ends: so many
-    more may be found by the next one. Returns whether there may be more.
+    ready what is due. Offsets of new dead letters are added to `dead`. Of leases and of expired
+    messages `limit` at most: returns whether there may be more.
     """
     words = session.page.words
     if now_ns >= group.next_deadline_ns and words[OWNERS_HIGH] > 1:
@@ -273,8 +273,7 @@ def sweep(
         group.dead_seen = seq
         tx.touch(group)
     has_more = False
-    n = limit or _MANY
-    while now_ns >= group.next_deadline_ns and (lapsed := tx.lapsed(group, now_ns, n)):
+    if now_ns >= group.next_deadline_ns and (lapsed := tx.lapsed(group, now_ns, limit)):
         engine = session.engine
         offsets = {offset for offset, _ in lapsed}
         engine.lose([one for one in engine.held if one.gid == group.gid and one.offset in offsets])
@@ -283,21 +282,29 @@ def sweep(
             group,
             [_judge_lapse(session, group, o, r, retry, now_ns, dead) for o, r in lapsed],
         )
-        if limit:
-            has_more = len(lapsed) == limit
-            break
+        has_more = len(lapsed) == limit
     if not (group.n_back or group.n_suspect or group.n_wait or group.n_parked):
         return has_more  # nothing that could expire or be due
-    while expired := tx.expired(group, session.now_us, n):
+    if expired := tx.expired(group, session.now_us, limit):
         dead.extend(offset for offset, _ in expired)
         _return_all(
             session, group, [_die(session, group, o, r, EXPIRY_REASON, None) for o, r in expired]
         )
-        if limit:
-            has_more |= len(expired) == limit
-            break
+        has_more |= len(expired) == limit
     tx.move_due(group, session.now_us)
     return has_more
+
+
+def sweep_all(
+    session: Session, tx: Tx, group: GroupState, retry: RetryPolicy, dead: list[int]
+) -> None:
+    """`sweep`, for who counts: all of it. Where that is much it raises MoreEnded, and the rest is
+    judged when the operation is run anew; so nothing may have been appended before.
+    """
+    pauses = session.may_pause and session.may_write and not session.imagined
+    while sweep(session, tx, group, retry, _clock.monotonic_ns(), dead, _MANY):
+        if pauses:
+            raise MoreEnded
 
 
 def _return_all(session: Session, group: GroupState, records: list[_records.Record]) -> None:

@@ -194,6 +194,7 @@ class Together:
 
 def _run(session: Session, jobs: Sequence[Job]) -> Session:
     """The operation that runs these in its turn."""
+    session.may_pause = False  # what the others did is not to be done anew
     for job in jobs:
         session.must_sync = False
         job.error = None

@@ -217,7 +217,7 @@ class Queue(StandIn[T]):
                 raise
             if found:
                 return found[0]
-            if taken.leases:
+            if taken.leases or taken.has_more:
                 continue
             # A put that is not synced yet may be before what was put without waiting.
             if waiting and engine.settle_promises():
@@ -226,7 +226,7 @@ class Queue(StandIn[T]):
 
     def _look_now(self, session: Session) -> tuple[Taken, int]:
         taken = self._core.look(session, 1, None, None)
-        return taken, 0 if taken.leases else self._core.waiting(session)
+        return taken, 0 if taken.leases or taken.has_more else self._core.waiting(session)
 
     # -- done ------------------------------------------------------------------------------------
 

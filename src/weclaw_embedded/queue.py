@@ -492,6 +492,8 @@ class Queue(Asking):
                     continue
                 if taken.dead:
                     self._remember_dead(taken.dead)
+                if taken.has_more:
+                    continue
                 if waiter is None:
                     engine.settle_left()
                     raise _taking.nothing_ready(self._address, taken.paused)

@@ -144,7 +144,7 @@ class Queue(StandIn[T]):
                 found: list[T] = core.hand_out(engine, taken, threading.current_thread())
                 if found:
                     return found[0]
-                if taken.leases:
+                if taken.leases or taken.has_more:
                     continue
                 if waiter is None or core.is_shutdown:
                     if waiter is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
-from tests.helpers.queues import NO_WAIT
+from tests.helpers.queues import NO_WAIT, eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _taking, threads
+from weclaw_embedded import _taking, aio, threads
+from weclaw_embedded._session import Session
 from weclaw_embedded.wal import TAIL
 
 AT_ONCE = weclaw.RetryPolicy(max_retries=0)
@@ -83,3 +85,61 @@ def test_what_is_judged_at_once_is_not_one_frame(open_queue, monkeypatch):
     assert q.stats()[:4] == (50, 0, 0, 0)
     frames = log.frames(before, log.state.words[TAIL])
     assert [len(frame.records) for frame in frames] == [7, 7, 6, 7, 7, 6, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "question"),
+    # What is in hands takes no room, and is not looked at for a put.
+    [("expires", one) for one in QUESTIONS]
+    + [("lapses", one) for one in QUESTIONS if one != "room"],
+)
+def test_others_have_the_lock_in_between(open_queue, monkeypatch, how, question):
+    """Where so much has ended that judging it takes long, it takes several turns; the answer is as
+    true, and each letter is told of once.
+    """
+    monkeypatch.setattr(_taking, "_MANY", 500)
+    told = []
+    q = open_queue(retry=AT_ONCE, maxsize=N, flush="os", on_dead=lambda letter: told.append(letter))
+    all_end(q, how)
+    judged = []
+    finish = Session.finish
+
+    def counted(self):
+        before = self.page.words[TAIL]
+        finish(self)
+        judged.append(self.page.words[TAIL] > before)
+
+    monkeypatch.setattr(Session, "finish", counted)
+    assert QUESTIONS[question](q)
+    monkeypatch.undo()
+    assert sum(judged) >= N // 500
+    assert eventually(lambda: len(told) == N)
+    assert len({letter.id for letter in told}) == N
+
+
+@pytest.mark.parametrize("how", ["expires", "lapses"])
+@pytest.mark.parametrize("kind", ["Queue", "threads", "tasks", "task at once"])
+def test_who_takes_looks_on_behind_them_in_other_turns(path, monkeypatch, how, kind):
+    """Whoever takes judges a few in a turn, and is given what stands behind all of them."""
+    monkeypatch.setattr(_taking, "_FEW", 100)
+    with weclaw.Queue(path, retry=AT_ONCE, flush="os") as q:
+        all_end(q, how)
+        q.put("behind")
+        if kind == "Queue":
+            assert q.get(block=False).body == "behind"
+        elif kind == "threads":
+            items = threads.Queue(path=path)
+            assert items.get(block=False) == "behind"
+            items.close()
+        else:
+
+            async def take():
+                if kind == "tasks":
+                    async with weclaw.AsyncQueue(path) as tasks:
+                        return (await tasks.get(block=False)).body
+                items = aio.Queue(path=path)
+                body = items.get_nowait()
+                items.close()
+                return body
+
+            assert asyncio.run(take()) == "behind"
