@@ -42,7 +42,7 @@ DEATH_REASON: Final = "consumer died"
 EXPIRY_REASON: Final = "expired"
 # So many are judged at a time: by who takes, and by who wants all judged.
 _FEW: Final = 1000
-_MANY: Final = 10_000
+_MANY: Final = 2000
 # Of one frame: of all that ends at once it would be a huge one.
 _RECORDS: Final = 1000
 _ENDING_BYTES: Final = 256  # of log, for a lease to end in any way, with a reason of some length
