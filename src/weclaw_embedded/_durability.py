@@ -35,7 +35,7 @@ from ._shared import (
     SharedPage,
 )
 from ._wake import FEED_BYTE, READY_BYTE, SYNCED_BYTE, Timer, Waker, waiter_for
-from .errors import ClosedError, StoreFailedError
+from .errors import ClosedError, StorageError, StoreFailedError
 from .wal import COMMIT, TAIL, Log
 
 if TYPE_CHECKING:
@@ -381,13 +381,23 @@ class Durability:
     # -- failure ------------------------------------------------------------------------------
 
     def fail(self, what: str, why: int = DISK_FAILED) -> StoreFailedError:
-        """Stop every process that has the file open; returns the error to raise."""
-        self._failure = what
+        """Stop every process that has the file open; returns the error to raise. The log says it
+        once, however often it is met.
+        """
+        is_said, self._failure = self._failure == what, what
         self.page.words[FAILED] = self.page.words[FAILED] or why
         self.waker.wake_all()
-        lost = self.is_lost()
-        logger.error("%s: %s", self.path, f"{what}; {lost}; {self._rescue()}" if lost else what)
+        if not is_said:
+            lost = self.is_lost()
+            logger.error("%s: %s", self.path, f"{what}; {lost}; {self._rescue()}" if lost else what)
         return self._failed()
+
+    def tell_log(self, error: StorageError) -> None:
+        """What failed where nobody is who could be told: a line in the log, if `fail` has not said
+        it there.
+        """
+        if not (isinstance(error, StoreFailedError) and self._failure):
+            logger.error("%s", error)
 
     def is_lost(self) -> str:
         """In words, that closing what is open may be to lose it: it was deleted, or another file

@@ -305,7 +305,10 @@ class Store:
 
         def close() -> None:
             engine.forsake(options)
-            _registry.release(engine)
+            try:
+                _registry.release(engine)
+            except StorageError as error:
+                engine.tell_log(error)
 
         # At the end of the interpreter no thread can be started; what is open is closed there.
         if not engine.forked and not sys.is_finalizing():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 
 import pytest
 from tests.helpers.processes import Child
-from tests.helpers.queues import scratch
+from tests.helpers.queues import eventually, scratch
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import threads
 
 
 def save_when_told(pipe, path, out):
@@ -147,3 +149,41 @@ def test_a_file_made_where_another_one_was_is_told_of(path, caplog):
         assert len(told) == len(bodies)
         path.unlink()
     assert scratch(path).exists()
+
+
+def drop(queues, engine):
+    """Drop these open, and wait until the file is closed and all of that is said."""
+    queues.clear()
+    gc.collect()
+    eventually(lambda: engine.closed)
+    engine.timer._thread.join(30)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_of_what_was_deleted_and_dropped_open_the_log_has_one_line(path, held, caplog):
+    """Nobody is there to be told, so the log is; once, though handing back and flushing both meet
+    it, and without a traceback.
+    """
+    queues = [threads.Queue(path=path)]
+    queues[0].put(1)
+    if held:
+        queues[0].get()
+    path.unlink()
+    drop(queues, queues[0]._core.engine)
+    (line,) = (one for one in caplog.records if one.levelname == "ERROR")
+    assert "the file was deleted, moved or replaced while open" in line.message
+    assert line.exc_info is None
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_what_fails_as_the_dropped_is_closed_is_told_in_the_log(path, caplog, monkeypatch):
+    """Also what only the close has met."""
+
+    def refused():
+        raise weclaw.StorageError("the disk is gone")
+
+    queues = [weclaw.Queue(path)]
+    queues[0].put(1)
+    monkeypatch.setattr(queues[0]._engine, "flush", refused)
+    drop(queues, queues[0]._engine)
+    assert [(one.message, one.exc_info) for one in caplog.records] == [("the disk is gone", None)]
