@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import os
+import pickle
 import queue
 import threading
 import time
@@ -327,3 +328,18 @@ def test_joins_wait_for_what_other_processes_hold(path):
         assert joined.wait(5)
         joining.join()
         q.close()
+
+
+@pytest.mark.parametrize("cls", [threads.Queue, threads.LifoQueue, aio.Queue])
+def test_one_that_is_handed_to_another_process_says_what_to_do(path, cls):
+    """In words about itself, not about the store behind it, which nobody has named."""
+    q = cls(path=path)
+    q.put_nowait(1)
+    with pytest.raises(TypeError) as caught:
+        pickle.dumps(q)
+    assert str(caught.value).startswith(f"a {cls.__module__}.{cls.__name__} can't be pickled: ")
+    assert repr(str(path)) in str(caught.value)
+    assert "store" not in str(caught.value)
+    q.close()
+    with weclaw.Queue(path) as plain, pickle.loads(pickle.dumps(plain)) as copy:  # as it advises
+        assert copy.get(timeout=5).body == 1

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Lease, Taken, Terms, taken_of
@@ -411,6 +411,14 @@ class StandIn(_Generic[T]):
     _kind = FIFO
     _core: Core
     _joiners: set[Any]  # who waits in `join`
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self)
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} can't be pickled: what it handed out belongs "
+            f"to threads and tasks of this process; open the path {self._core.store.path!r} in the "
+            "other process (a weclaw_embedded.Queue, which has the same items, can be pickled)"
+        )
 
     @property
     def maxsize(self) -> float:
