@@ -188,13 +188,25 @@ def _open_fd(
                     "was confirmed before is safe; open it again once all of them have closed"
                 )
             if last_try:
-                raise LockedError(
-                    f"the scratch folder {directory} was deleted or replaced while processes have "
-                    f"{path} open; what they confirmed is in the file; open it again once they "
-                    "have closed"
-                )
+                raise LockedError(_no_scratch_of_theirs(path, fd, directory))
             return None
     return _open_first(path, fd, header, directory, complete)
+
+
+def _no_scratch_of_theirs(path: str, fd: int, directory: str) -> str:
+    """Why others can have the file open, and no scratch folder of theirs be beside this path."""
+    names = os.fstat(fd).st_nlink
+    if names > 1:  # the folder lies beside the name by which they opened it
+        return (
+            f"processes have {path} open, and not with the scratch folder {directory}: the file "
+            f"has {names} names (hard links); if they opened it by another one, open it by that "
+            "one, too; if the folder was deleted or replaced, open it again once they have closed; "
+            "what they confirmed is in the file"
+        )
+    return (
+        f"the scratch folder {directory} was deleted or replaced while processes have {path} open; "
+        "what they confirmed is in the file; open it again once they have closed"
+    )
 
 
 def _attach(path: str, fd: int, header: FileHeader, directory: str, page: SharedPage) -> Opened:

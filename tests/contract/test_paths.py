@@ -7,6 +7,7 @@ import shutil
 import stat
 
 import pytest
+from tests.helpers.processes import Child
 from tests.helpers.queues import drain, scratch
 
 import weclaw_embedded as weclaw
@@ -113,6 +114,31 @@ def test_nothing_but_a_file_is_ever_replaced(tmp_path, what):
         with pytest.raises(weclaw.StorageError, match="exists already"):
             q._store.backup(target)
         assert (sorted(os.listdir(tmp_path)), path.lstat()) == before
+
+
+def open_and_wait(pipe, path):
+    with weclaw.Queue(path) as q:
+        pipe.send(q.put("of the child"))
+        pipe.recv()
+
+
+def test_a_second_name_of_a_file_that_others_have_open_is_refused(tmp_path):
+    """Nobody deleted anything: it says that the file has two names, and to use theirs."""
+    path, other = tmp_path / "tasks.wq", tmp_path / "second.wq"
+    with Child(open_and_wait, path) as child:
+        child.hear()
+        os.link(path, other)
+        with pytest.raises(
+            weclaw.LockedError, match=r"the file has 2 names \(hard links\)"
+        ) as told:
+            weclaw.Queue(other)
+        assert f"{other} open" in str(told.value)
+        with weclaw.Queue(path) as q:  # as it advises
+            assert drain(q) == ["of the child"]
+        child.say("end")
+        child.end()
+    with weclaw.Queue(other) as q:
+        assert q.stats().settled == 1
 
 
 @pytest.mark.parametrize("how", ["by its name", "by a symbolic link", "by a hard link"])
