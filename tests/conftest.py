@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import signal
@@ -153,3 +154,14 @@ def q(open_queue: Callable[..., Any]) -> Any:
     import weclaw_embedded as weclaw
 
     return open_queue(retry=weclaw.RetryPolicy(backoff=0.0))
+
+
+@pytest.fixture(scope="module")
+def little_garbage() -> Iterator[None]:
+    """For tests that collect again and again: not through all that the tests before have made,
+    which takes half a second in the middle of the suite.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -23,6 +23,8 @@ from weclaw_embedded._appending import Appending
 from weclaw_embedded._session import Session
 from weclaw_embedded.wal import TAIL
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 PACKAGE = str(Path(weclaw.__file__).parent)
 
 

@@ -9,7 +9,7 @@ from tests.drop_in import substitute
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path) -> Iterator[None]:
+def folder(tmp_path: Path, little_garbage: None) -> Iterator[None]:
     """A folder for the files of one test's queues, which are closed after it."""
     # What other tests have dropped open is closed by a thread of its own once it is collected; not
     # while CPython's tests go through the set of all threads, which then changes under them.
