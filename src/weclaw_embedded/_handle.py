@@ -25,7 +25,7 @@ from ._engine import Engine
 from ._message import Content, Place
 from ._options import QueueOptions, check_timeout
 from ._records import NoRecordError
-from ._session import BATCH, Session
+from ._session import BATCH, MoreEnded, Session
 from ._shared import FAILED
 from ._wake import Timer, Waiter
 from .dlq import DeadLetterQueue
@@ -175,9 +175,12 @@ class Handle:
     def _swept(self, session: Session) -> Any:
         dead: list[int] = []
         try:
-            return _queries.swept(session, self._address, dead)
-        finally:
+            group = _queries.swept(session, self._address, dead)
+        except MoreEnded:
             self._remember_dead(dead)
+            raise
+        self._remember_dead(dead)
+        return group
 
     def _remember_dead(self, dead: list[int]) -> None:
         """Letters made on the way; told of after the lock is given back, by another thread."""

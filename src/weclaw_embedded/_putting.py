@@ -26,7 +26,7 @@ from ._delivery import (
     wait_settled,
     waiting_in,
 )
-from ._session import SYNC, Session
+from ._session import SYNC, MoreEnded, Session
 from ._settling import hold_all, let_go_all
 from ._shared import EVERYBODY, OPTIONS_SEQ, mask_of
 from ._taking import sweep_all
@@ -209,11 +209,15 @@ def _check_room(
             waiting -= len(session.tx.expired(group, session.now_us, waiting))
         else:
             dead: list[int] = []
+            more: MoreEnded | None = None
             try:
                 sweep_all(session, session.tx, group, address.retry, dead)
-            finally:
-                if dead and tell_dead is not None:
-                    session.when_written(partial(tell_dead, dead))
+            except MoreEnded as error:
+                more = error
+            if dead and tell_dead is not None:
+                session.when_written(partial(tell_dead, dead))
+            if more is not None:
+                raise more
             waiting = waiting_in(session.tx, group)
     if waiting + n > maxsize:
         raise NoRoom(
