@@ -14,8 +14,9 @@ Invariants:
 * Lock order: the thread lock, then the write lock of the file, then LMDB's own (inside `Index`).
   The sync lock is never held together with them. No lock is held over a sync, but at the close.
 * A session that fails leaves nothing: what it appended is discarded before it was written. One
-  that is stopped in the middle of a write leaves the *writing* word set; the next session
-  (anybody's) reads the log again from the tail.
+  that is interrupted in the middle of a write heals the log before it gives the lock back. One
+  whose process dies there leaves the *writing* word set; the next session (anybody's) reads the
+  log again from the tail.
 * After one failed write or sync nothing is promised any more until all have closed.
 
 It must not know what the records mean, beyond handing them to the index.
