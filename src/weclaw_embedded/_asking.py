@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from . import _delivery, _queries, _taking, _values
 from ._delivery import new_waiter
@@ -23,7 +23,7 @@ from ._options import check_count, check_seconds
 from ._queries import Stats
 from ._records import key_hash
 from ._session import Session
-from ._shared import SETTLED
+from ._shared import FAILED, SETTLED
 from ._wake import Waiter
 from .errors import (
     CorruptError,
@@ -45,6 +45,8 @@ _NAMED: Final = 10
 _REPLAY_BATCH: Final = 50_000
 # So far apart is told how far a replay has read.
 _REPLAY_TOLD_BYTES: Final = 1 << 20
+
+Span: TypeAlias = tuple[int, int, str]  # from where to where nothing can be read, and why
 
 
 class Asking(Handle):
@@ -268,12 +270,12 @@ class Asking(Handle):
 
         Exactly one of: `offset` (all from there; "earliest": all that is kept), `since` (all put
         from then on, aware), `ids`. Their retries begin anew and their old results are gone; dead
-        letters stay, cancelled and purged ones are gone. Of the `ids` those that can't be read are
-        passed over, and a warning in the log says which.
+        letters stay, cancelled and purged ones are gone. What can't be read is passed over, and a
+        warning in the log says which of the `ids`, or where.
 
         Raises `OffsetTrimmedError`, which carries the first offset still kept.
         """
-        return self._replay(None, offset, since, ids)
+        return self._replay(None, offset, since, ids)[0]
 
     def _replay(
         self,
@@ -281,7 +283,10 @@ class Asking(Handle):
         offset: int | str | None,
         since: datetime | None,
         ids: Iterable[str] | None,
-    ) -> int:
+    ) -> tuple[int, int]:
+        """`replay`; how many flow again, and how many, or what stands at how many places, can't
+        be read. `seen` is told how many bytes were read, and of how many.
+        """
         given = [
             name
             for name, v in (("offset", offset), ("since", since), ("ids", ids))
@@ -307,7 +312,7 @@ class Asking(Handle):
             return self._replay_ids(wanted)
         return self._replay_from(engine, start, since_us, seen)
 
-    def _replay_ids(self, ids: list[str]) -> int:
+    def _replay_ids(self, ids: list[str]) -> tuple[int, int]:
         """What can't be read is passed over, once a replica was asked for it."""
         wanted = list(dict.fromkeys(ids))
         damage: dict[str, int] = {}
@@ -327,7 +332,7 @@ class Asking(Handle):
                 len(damage),
                 named + (", …" if len(damage) > _NAMED else ""),
             )
-        return cast(int, done)
+        return cast(int, done), len(damage)
 
     def _replay_from(
         self,
@@ -335,20 +340,73 @@ class Asking(Handle):
         start: int | None,
         since_us: int,
         seen: Callable[[int, int], None] | None,
-    ) -> int:
+    ) -> tuple[int, int]:
+        """What can't be read is passed over, once a replica was asked for it."""
         tid = engine.execute(lambda session: _delivery.topic_of(session, self.topic)[0])
-        done = 0
-        batch: dict[int, _queries.Candidate] = {}  # by offset: one may have been carried twice
         log = engine.log
         begin = log.head_offset if start is None else log.boundary_before(start)
         end = engine.page.words[TAIL]
+        chosen = (tid, start or 0, since_us)
+        met: list[Span] = []
+        done = self._replay_span(engine, (begin, end), chosen, met, seen)
+        left: list[Span] = []
+        for span in met:
+            if not engine.page.words[FAILED] and engine.heal(*span[:2]):
+                done += self._replay_span(engine, span[:2], chosen, left, None)
+            else:
+                left.append(span)
+        for place, _, reason in left:
+            if engine.heal_pause_s() <= 0:  # else a replica may have it, and can't be asked now
+                self._set_aside(place, place, reason)
+        if left:
+            named = ", ".join(str(span[0]) for span in left[:_NAMED])
+            logger.warning(
+                "%s: %d places can't be read, and what stood there was not replayed, those at "
+                "offset %s",
+                self._store.path,
+                len(left),
+                named + (", …" if len(left) > _NAMED else ""),
+            )
+        return done, len(left)
+
+    def _replay_span(
+        self,
+        engine: Engine,
+        span: tuple[int, int],
+        chosen: tuple[int, int, int],
+        damage: list[Span],
+        seen: Callable[[int, int], None] | None,
+    ) -> int:
+        """`replay` of what stands from one offset to another: of a topic, from an offset on, and
+        put since a time. What can't be read there, and may be of it, is added to `damage`.
+        """
+        begin, end = span
+        tid, start, since_us = chosen
+        log = engine.log
+        done = 0
+        batch: dict[int, _queries.Candidate] = {}  # by offset: one may have been carried twice
         told = begin
+        met: list[tuple[int, str]] = []  # since the last frame
+
+        def note(next_good: int) -> None:
+            ends = [*(place for place, _ in met[1:]), next_good]
+            for (place, reason), to in zip(met, ends, strict=True):
+                if to > max(begin, start):
+                    damage.append((place, to, reason))
+
         if seen is not None:
             seen(0, max(1, end - begin))
-        for frame in log.frames(begin, end, on_damage=_ignore):
+        for frame in log.frames(
+            log.boundary_before(begin), end, on_damage=lambda *what: met.append(what)
+        ):
+            if met and frame[2] >= since_us:  # else what stood there was put before it, too
+                note(frame[0])
+            met.clear()
+            if frame[0] < begin:
+                continue
             for at, record in frame[5]:
                 offset, time_us, put = _queries.put_of(at, frame[2], record)
-                if put is None or time_us < since_us or (start is not None and offset < start):
+                if put is None or time_us < since_us or offset < start:
                     continue
                 candidate = _queries.candidate(offset, put, tid, key_hash)
                 if candidate is not None:
@@ -360,13 +418,11 @@ class Asking(Handle):
             if seen is not None and frame[0] >= told + _REPLAY_TOLD_BYTES:
                 told = frame[0]
                 seen(told - begin, end - begin)
+        if met:
+            note(end)
         return done + self._replay_batch(batch)
 
     def _replay_batch(self, batch: dict[int, _queries.Candidate]) -> int:
         if not batch:
             return 0
         return self._change(_queries.replay, self._address, list(batch.values()), self._policy)
-
-
-def _ignore(offset: int, reason: str) -> None:
-    """Damage is reported where messages are read."""

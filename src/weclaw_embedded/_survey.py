@@ -283,8 +283,10 @@ def backup(store: Store, path: str, update: Update) -> None:
     _mend.backup(store._engine, path, _telling(update))
 
 
-def replay(queue: Queue, update: Update, **chosen: Any) -> int:
-    """`Queue.replay`, telling how far it is."""
+def replay(queue: Queue, update: Update, **chosen: Any) -> tuple[int, int]:
+    """`Queue.replay`, telling how far it is; also how many of the `ids`, or what stands at how many
+    places, can't be read.
+    """
     return queue._replay(
         _telling(update), chosen.get("offset"), chosen.get("since"), chosen.get("ids")
     )

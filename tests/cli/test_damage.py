@@ -123,7 +123,10 @@ def test_a_damaged_letter_holds_up_no_other(
     assert "no dead letter" not in err
 
 
-def test_a_damaged_message_holds_up_no_other_that_is_replayed(file: Path, ctl: Any) -> None:
+@pytest.mark.parametrize("chosen", ["ids", "offset"])
+def test_a_damaged_message_holds_up_no_other_that_is_replayed(
+    chosen: str, file: Path, ctl: Any
+) -> None:
     """The others flow again; the damaged one is named, and the exit status is 1."""
     with weclaw.Queue(file) as q:
         ids = [q.put({"pad": f"{n}" * 2000}, id=f"task {n}") for n in range(3)]
@@ -132,6 +135,13 @@ def test_a_damaged_message_holds_up_no_other_that_is_replayed(file: Path, ctl: A
     data = bytearray(file.read_bytes())
     data[data.index(b"1" * 2000) + 900] ^= 0xFF
     file.write_bytes(data)
-    status, out, err = ctl("replay", file, *(word for id in ids for word in ("--id", id)))
+    words = [word for id in ids for word in ("--id", id)]
+    if chosen == "offset":
+        words = ["--offset", "earliest"]
+    status, out, err = ctl("replay", file, *words)
     assert (status, out) == (1, "2 messages flow again\n")
-    assert "can't be read and were not replayed, 'task 1'" in err
+    if chosen == "ids":
+        assert "can't be read and were not replayed, 'task 1'" in err
+    else:
+        assert "1 places can't be read, and what stood there was not replayed" in err
+        assert "1 place can't be read, and what stood there was left out" in err

@@ -326,7 +326,7 @@ def test_what_takes_long_tells_how_far_it_is(
     monkeypatch.setattr("weclaw_embedded._asking._REPLAY_TOLD_BYTES", 20_000)
     out = file.parent / "out.wq"
     words = {"backup": [out], "replay": ["--offset", "earliest"], "repair": ["--yes"]}
-    assert ctl(verb, file, *words.get(verb, []))[0] == (verb == "verify")
+    assert ctl(verb, file, *words.get(verb, []))[0] == (verb in ("verify", "replay"))
     mine = [(done, total) for label, done, total in seen if label == verb]
     assert len(mine) > 5
     assert all(0 <= done <= total for done, total in mine)

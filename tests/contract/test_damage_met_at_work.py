@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import shutil
 
@@ -218,9 +219,69 @@ def test_a_damaged_message_holds_up_no_other_that_is_replayed(path, caplog, give
         assert drain(q) == bodies("one", "three", "four")
 
 
-def test_what_a_replica_has_is_healed_before_it_is_replayed(path, tmp_path):
+@pytest.mark.parametrize("chosen", ["ids", "offset"])
+def test_what_a_replica_has_is_healed_before_it_is_replayed(path, tmp_path, chosen):
     """Then none is left out."""
     ids = four(path, given=True, end=lambda msg: msg.ack(), replica=str(tmp_path / "copy.wq"))
     with weclaw.Queue(path) as q:
-        assert q.replay(ids=ids) == 4
+        assert q.replay(**{"ids": ids} if chosen == "ids" else {"offset": "earliest"}) == 4
         assert drain(q) == bodies(*FOUR)
+
+
+@pytest.mark.parametrize("chosen", ["offset", "earliest", "since"])
+def test_a_replay_of_all_says_what_it_could_not_read(path, caplog, chosen):
+    """As one of ids does; the place is counted, and results that were given are kept."""
+    ids = four(path, given=False, end=lambda msg: msg.ack(result=msg.body[:3]))
+    at = int(ids[1][:14], 16)
+    with weclaw.Queue(path) as q:
+        since = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(hours=1)
+        how = {"offset": 0, "earliest": "earliest", "since": since}[chosen]
+        assert q.replay(**{"since" if chosen == "since" else "offset": how}) == 3
+        told, said = warnings(caplog)
+        assert "damage at offset" in told
+        assert "1 places can't be read, and what stood there was not replayed" in said
+        assert 0 < at - int(said.split()[-1]) < 100
+        assert q.stats().damaged == 1
+        assert q.result(ids[1]) == "two"
+        assert drain(q) == bodies("one", "three", "four")
+
+
+def test_a_replay_tells_only_of_damage_in_what_it_reads(path, caplog):
+    """What stands before its offset, or was written before its time, is not asked for."""
+    ids = four(path, given=False, end=lambda msg: msg.ack())
+    with weclaw.Queue(path) as q:
+        assert q.replay(offset=int(ids[2][:14], 16)) == 2
+        since = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
+        assert q.replay(since=since) == 0
+        assert warnings(caplog) == []
+        assert q.stats().damaged == 0
+
+
+def test_a_replay_takes_nothing_from_who_has_read_it(path):
+    """A message in hand that is damaged since is settled like any other, one that waits is out."""
+    with weclaw.Queue(path) as q:
+        held, done, _ = q.put_many(bodies("held", "done", "waits"))
+        msg, other = q.get(), q.get()
+        other.ack(result="result")
+        flip(path, "held")  # they were put together
+        assert q.replay(offset="earliest") == 0
+        assert q.stats().damaged == 1
+        msg.ack(result="too")
+        assert (q.result(held), q.result(done), q.qsize()) == ("too", "result", 0)
+
+
+def test_what_a_replica_can_not_be_asked_for_now_is_not_set_aside_by_a_replay(
+    path, tmp_path, caplog
+):
+    """It is told of; when the copy is there again, it is healed and flows."""
+    copy = tmp_path / "disk" / "copy.wq"
+    copy.parent.mkdir()
+    ids = four(path, given=False, end=lambda msg: msg.ack(), replica=str(copy))
+    copy.parent.rename(tmp_path / "away")
+    with weclaw.Queue(path, sync_replica=False) as q:
+        assert q.replay(offset="earliest") == 3
+        assert "1 places can't be read, and what stood there was not replayed" in caplog.text
+        assert q.stats().damaged == 0
+    (tmp_path / "away").rename(copy.parent)
+    with weclaw.Queue(path) as q:
+        assert q.replay(ids=ids[1:2]) == 1

@@ -134,7 +134,7 @@ def replay(
         common.must_be_there(store, topic, group)
         queue = common.queue_of(store, topic, group)
         with common.progress_bar("replay", None, percent=True) as update:
-            number = _survey.replay(queue, update, **chosen)
+            number, unreadable = _survey.replay(queue, update, **chosen)
     if as_json:
         common.print_json({"replayed": number})
     else:
@@ -143,6 +143,10 @@ def replay(
     if missing > 0:
         common.fail(
             f"{missing} of those named are not settled messages of this group, or can't be read"
+        )
+    if unreadable and not ids:
+        common.fail(
+            f"{common.count(unreadable, 'place')} can't be read, and what stood there was left out"
         )
     return 0
 
