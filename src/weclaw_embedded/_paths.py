@@ -75,10 +75,8 @@ def _is_missing(path: str) -> bool:
     return False
 
 
-def full_path(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a file, there or not. Raises ValueError for what can be no path, and
-    NotAQueueError where a folder is named, which the absolute path would not show any more.
-    """
+def name_of(path: str | os.PathLike[str]) -> str:
+    """A path as it was given. Raises ValueError for what can be none."""
     name = os.fsdecode(path)
     if not name:
         raise ValueError("the path is empty; nothing was opened or made; name a file")
@@ -90,7 +88,20 @@ def full_path(path: str | os.PathLike[str]) -> str:
         is_path = "\0" not in name
     if not is_path:
         raise ValueError(f"{name!r} is no path; nothing was opened or made; name a file")
-    if os.path.basename(name) in ("", ".", ".."):
+    return name
+
+
+def names_folder(name: str) -> bool:
+    """Whether it can only be a folder's, which the absolute path would not show any more."""
+    return os.path.basename(name) in ("", ".", "..")
+
+
+def full_path(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a file, there or not. Raises as `name_of`, and NotAQueueError where a
+    folder is named.
+    """
+    name = name_of(path)
+    if names_folder(name):
         raise NotAQueueError(
             f"{name} is the name of a folder, and a queue is a file; nothing was opened or made; "
             "check the path"

@@ -20,6 +20,7 @@ from . import _delivery, _names, _records
 from ._jsonable import dumps, jsonable
 from ._message import Bodied, Content, to_datetime
 from ._options import check_count
+from ._paths import name_of, names_folder
 from ._queries import is_dead
 from ._records import META_TTL_US
 from ._session import SYNC
@@ -371,6 +372,7 @@ class DeadLetterQueue:
         Raises:
             StorageError: what has that name is a folder, a pipe, a device, or the queue itself, or
                 no file can be made there; nothing was replaced.
+            ValueError: it is no path, or `format` is neither.
             DiskFullError: there was no room for it; then there is no file.
         """
         damage: list[CorruptError] = []
@@ -386,9 +388,7 @@ def write_letters(
     """What `DeadLetterQueue.export` does, for any choice of letters."""
     if format not in ("jsonl", "csv"):
         raise ValueError(f"format must be 'jsonl' or 'csv', not {format!r}; nothing was written")
-    name = os.fsdecode(path)
-    if not name:
-        raise ValueError("the path is empty; nothing was written; name a file")
+    name = name_of(path)
     target = os.path.realpath(name)  # what a link leads to is replaced, and not the link
     done = 0
 
@@ -401,7 +401,7 @@ def write_letters(
             done = stream_letters(letters, file, format)
 
     try:
-        _refuse_to_replace(target, queue_path)
+        _refuse_to_replace(name, queue_path)
         _names.create_whole(target, write, None, replace_file=True)
     except OSError as error:
         raise StorageError(
@@ -413,10 +413,15 @@ def write_letters(
 
 def _refuse_to_replace(path: str, queue_path: str) -> None:
     """Raise StorageError for what must never be replaced; before anything is written."""
+    # By the name that was given: what is made of it for a pipe of /dev/fd leads nowhere.
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return
+        if not names_folder(path):
+            return
+        raise StorageError(
+            f"{path} is the name of a folder, and is not there; nothing was written; name a file"
+        ) from None
     if not stat.S_ISREG(found.st_mode):
         raise StorageError(
             f"{path} is no regular file; nothing was written, and it was left alone; name a file"

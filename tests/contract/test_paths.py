@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import stat
 
@@ -181,6 +182,57 @@ def test_an_export_replaces_a_file_whole_and_leaves_its_neighbours(tmp_path):
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "letters.jsonl.part").read_text() == "mine"
     assert '"body": "dead"' in (tmp_path / "letters.jsonl").read_text()
+
+
+def test_what_is_no_path_for_an_export_is_said_in_our_words(tmp_path):
+    """A pipe by its descriptor is a pipe, `new/` is no file to be made, and other bytes no path."""
+    with weclaw.Queue(tmp_path / "tasks.wq") as q:
+        q.put("dead")
+        q.get().fail("why")
+        before = sorted(os.listdir(tmp_path))
+        reader, writer = os.pipe()
+        try:
+            with pytest.raises(weclaw.StorageError, match="is no regular file"):
+                q.dlq.export(f"/dev/fd/{writer}")
+        finally:
+            os.close(reader)
+            os.close(writer)
+        for name in ("new/", "nowhere/.."):
+            with pytest.raises(weclaw.StorageError, match="is the name of a folder"):
+                q.dlq.export(f"{tmp_path}/{name}")
+        for name in ("a\0b", "\ud800", ""):
+            with pytest.raises(ValueError, match="nothing was opened or made; name a file"):
+                q.dlq.export(name)
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+def export_under_a_limit(pipe, path, out):
+    with weclaw.Queue(path, readonly=True) as q:
+        assert len(q.dlq) == 3
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        try:
+            q.dlq.export(out)
+        except weclaw.DiskFullError as error:
+            pipe.send(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def test_an_export_that_has_no_room_leaves_what_was_there(tmp_path):
+    """`DiskFullError`, the older file as it was, and nothing beside it."""
+    out = tmp_path / "letters.jsonl"
+    out.write_text("older")
+    path = tmp_path / "tasks.wq"
+    with weclaw.Queue(path) as q:
+        for _ in range(3):
+            q.put("x" * 3000)
+            q.get().fail("why")
+        before = sorted(os.listdir(tmp_path))
+        with Child(export_under_a_limit, path, out) as child:
+            assert f"no room for {out}" in str(child.hear())
+            child.end()
+        assert sorted(os.listdir(tmp_path)) == before
+        assert out.read_text() == "older"
+        assert q.dlq.export(out) == 3
 
 
 def test_a_path_that_leads_nowhere_is_said_in_our_words(tmp_path):
