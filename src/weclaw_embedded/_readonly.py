@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from . import _clock, _files, _locks
@@ -36,7 +36,7 @@ from ._paths import check_path, is_new, read_header
 from ._scan import BadPartError, collect
 from ._scratch import PAGE_NAME, scratch_of
 from ._segments import Segments
-from ._session import Record, Session, begin
+from ._session import Session, begin
 from ._shared import DEAD_SEQ, FAILED, SHIFT
 from ._wake import Timer, Waiter, Waker
 from ._watch import asker_of
@@ -106,10 +106,6 @@ class _Session(Session):
         )
 
     append_one = append  # type: ignore[assignment]  # it never returns
-
-    def judge(self, records: Sequence[Record]) -> None:
-        tail = self.page.words[TAIL]
-        self.tx.apply([(tail, self.now_us, record) for record in records])
 
     @property
     def tx(self) -> Tx:

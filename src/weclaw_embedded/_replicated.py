@@ -140,10 +140,6 @@ class FencedSession(Session):
 
     append_one = append  # type: ignore[assignment]  # it never returns
 
-    def judge(self, records: Any) -> None:
-        tail = self.page.words[TAIL]
-        self.tx.apply([(tail, self.now_us, record) for record in records])
-
     def finish(self) -> None:
         self.abort()
 

@@ -91,7 +91,7 @@ class Session:
     _tx: Tx | None
     _appended: list[Appended] | None
     # The rest is rarely another than here.
-    may_write = True
+    may_write = True  # else it can only look: what it does to the index is dropped
     sync_from = SYNC  # what is promised this or more is waited for
     replicated = False  # and for the replica too
     put_n = 0  # how many getters of each group are to be woken for what is put
@@ -182,11 +182,14 @@ class Session:
         return None
 
     def judge(self, records: Sequence[Record]) -> None:
-        """Append what ended by itself (a lease run out, a death, an expiry)."""
-        if not self.imagined:
+        """Append what ended by itself (a lease run out, a death, an expiry). Where nothing is to be
+        written, the index learns it as if it stood at the end, until it is dropped.
+        """
+        if self.may_write and not self.imagined:
             self.append(records)
             return
-        self.tx.apply([(self.log.pending_tail, self.now_us, record) for record in records])
+        end = self.log.pending_tail if self._appended else self.start
+        self.tx.apply([(end, self.now_us, record) for record in records])
 
     def when_written(self, step: Callable[[], None], *, indexed: bool = False) -> None:
         """Call `step` when what was appended is written, still under the lock; an operation that
