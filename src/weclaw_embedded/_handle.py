@@ -25,7 +25,7 @@ from ._engine import Engine
 from ._message import Content, Place
 from ._options import QueueOptions, check_timeout
 from ._records import NoRecordError
-from ._session import BATCH, MoreEnded, Session
+from ._session import BATCH, Session
 from ._shared import FAILED
 from ._wake import Timer, Waiter
 from .dlq import DeadLetterQueue
@@ -173,21 +173,12 @@ class Handle:
             return self._engine.turn(_queries.imagining, operation, *args)
 
     def _swept(self, session: Session) -> Any:
-        dead: list[int] = []
-        try:
-            group = _queries.swept(session, self._address, dead)
-        except MoreEnded:
-            self._remember_dead(dead)
-            raise
-        self._remember_dead(dead)
-        return group
+        return _queries.swept(session, self._address, self._remember_dead)
 
     def _remember_dead(self, dead: list[int]) -> None:
         """Letters made on the way; told of after the lock is given back, by another thread."""
         if dead and self._options.on_dead is not None:
             engine = self._store._shared
-            if engine.last_looker is not None:
-                return  # that they are dead can't be written any more
             untold = self._untold.get(engine)
             if untold is None:
                 # Of two threads that come here at once, both take the one that is kept.

@@ -26,7 +26,7 @@ from ._delivery import (
     wait_settled,
     waiting_in,
 )
-from ._session import SYNC, MoreEnded, Session
+from ._session import SYNC, Session
 from ._settling import hold_all, let_go_all
 from ._shared import EVERYBODY, OPTIONS_SEQ, mask_of
 from ._taking import sweep_all
@@ -208,16 +208,7 @@ def _check_room(
         if group.is_template:
             waiting -= len(session.tx.expired(group, session.now_us, waiting))
         else:
-            dead: list[int] = []
-            more: MoreEnded | None = None
-            try:
-                sweep_all(session, session.tx, group, address.retry, dead)
-            except MoreEnded as error:
-                more = error
-            if dead and tell_dead is not None:
-                session.when_written(partial(tell_dead, dead))
-            if more is not None:
-                raise more
+            sweep_all(session, session.tx, group, address.retry, tell_dead)
             waiting = waiting_in(session.tx, group)
     if waiting + n > maxsize:
         raise NoRoom(

@@ -81,15 +81,17 @@ def is_dead(session: Session, gid: int, offset: int) -> bool:
     return row is not None and row.state == STATE_DEAD
 
 
-def swept(session: Session, address: Address, dead: list[int]) -> GroupState | None:
-    """The group, or the template of one not begun yet, with all judged that ended by itself."""
+def swept(
+    session: Session, address: Address, tell_dead: Callable[[list[int]], None]
+) -> GroupState | None:
+    """The group, or the template of one not begun yet, with all judged that ended by itself. See
+    `_taking.sweep_all`.
+    """
     group = session.tx.group(address.gid)
     if group is None:
         return _imagined(session, address)
     session.engine.bury(session, session.engine.dead_owners(everyone=True))
-    _taking.sweep_all(session, session.tx, group, address.retry, dead)
-    if session.imagined:
-        dead.clear()  # who is told of a letter is told once: when it is written
+    _taking.sweep_all(session, session.tx, group, address.retry, tell_dead)
     return group
 
 
@@ -113,7 +115,7 @@ def _imagined(session: Session, address: Address) -> GroupState | None:
         session.judge([_delivery.group_record(topic.tid, address)])
         group = tx.group(address.gid)
         assert group is not None, "a GROUP record makes the group"
-        _taking.sweep_all(session, session.tx, group, address.retry, [])
+        _taking.sweep_all(session, session.tx, group, address.retry, None)
         return group
     template = session.tx.template(topic.tid)
     if session.tx.expired(template, session.now_us, 1):
@@ -125,7 +127,7 @@ def _imagined(session: Session, address: Address) -> GroupState | None:
 
 
 def stats(session: Session, address: Address, dead: list[int]) -> Stats:
-    group = swept(session, address, dead)
+    group = swept(session, address, dead.extend)
     log = session.log
     tx = session.tx
     file_bytes, free_bytes = log.file_bytes(), log.free_bytes()
@@ -166,7 +168,7 @@ def _oldest_age_s(session: Session, group: GroupState) -> float:
 def status(session: Session, address: Address, id: str, dead: list[int]) -> str:
     """One of "ready delayed leased done dead unknown"."""
     topic = session.tx.topic(address.topic)
-    group = None if topic is None else swept(session, address, dead)
+    group = None if topic is None else swept(session, address, dead.extend)
     if topic is None or group is None:
         return "unknown"
     try:
@@ -229,7 +231,7 @@ def outcome(
     registered when the message is not settled yet.
     """
     topic = session.tx.topic(address.topic)
-    group = None if topic is None else swept(session, address, dead)
+    group = None if topic is None else swept(session, address, dead.extend)
     if topic is None or group is None:
         return Outcome("unknown", -1, None)
     offset, state = _look_up(session, group, id)
@@ -246,7 +248,7 @@ def cancel(
     """Without `dead` what ended by itself is not judged first."""
     topic = session.tx.topic(address.topic)
     if dead is not None and session.tx.group(address.gid) is not None:
-        swept(session, address, dead)  # what the group holds no more is not held
+        swept(session, address, dead.extend)  # what the group holds no more is not held
     offset = None if topic is None else _delivery.find(session, topic.tid, id)
     if topic is None or offset is None:
         return False
@@ -271,7 +273,7 @@ def cancel(
 
 def purge(session: Session, address: Address, policy: int, dead: list[int]) -> int:
     group = _delivery.group_of(session, address)
-    swept(session, address, dead)
+    swept(session, address, dead.extend)
     count = _delivery.waiting_in(session.tx, group)
     if count:
         session.append([_records.pack_purge(group.gid)], policy)

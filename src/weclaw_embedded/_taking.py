@@ -296,15 +296,26 @@ def sweep(
 
 
 def sweep_all(
-    session: Session, tx: Tx, group: GroupState, retry: RetryPolicy, dead: list[int]
+    session: Session,
+    tx: Tx,
+    group: GroupState,
+    retry: RetryPolicy,
+    tell_dead: Callable[[list[int]], None] | None,
 ) -> None:
     """`sweep`, for who counts: all of it. Where that is much it raises MoreEnded, and the rest is
-    judged when the operation is run anew; so nothing may have been appended before.
+    judged when the operation is run anew; so nothing may have been appended before. `tell_dead` is
+    called with the offsets of new dead letters once they are written, be it that the operation
+    fails after it, or is run anew; so with each letter once, and with none that is only imagined.
     """
-    pauses = session.may_pause and session.may_write and not session.imagined
-    while sweep(session, tx, group, retry, _clock.monotonic_ns(), dead, _MANY):
-        if pauses:
-            raise MoreEnded
+    writes = session.may_write and not session.imagined
+    dead: list[int] = []
+    try:
+        while sweep(session, tx, group, retry, _clock.monotonic_ns(), dead, _MANY):
+            if writes and session.may_pause:
+                raise MoreEnded
+    finally:
+        if writes and dead and tell_dead is not None:
+            session.when_written(partial(tell_dead, dead))
 
 
 def _return_all(session: Session, group: GroupState, records: list[_records.Record]) -> None:

@@ -19,7 +19,7 @@ from tests.helpers.processes import Child, environment
 from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _handle, aio, dlq, threads
+from weclaw_embedded import _handle, _taking, aio, dlq, threads
 
 UTC = datetime.timezone.utc
 
@@ -508,6 +508,38 @@ def test_on_dead_for_what_made_too_little_room(path, open_queue):
     time.sleep(0.02)
     asyncio.run(main())
     assert [x.body for x in called] == ["late"]
+
+
+@pytest.mark.parametrize("count", [lambda q: q.qsize(), lambda q: q.stats(), lambda q: q.purge()])
+def test_on_dead_is_called_once_for_each_where_many_run_out_at_once(open_queue, monkeypatch, count):
+    """Also where a count judges them in several turns."""
+    monkeypatch.setattr(_taking, "_MANY", 2)
+    called = []
+    q = open_queue(on_dead=called.append)
+    with pytest.raises(weclaw.Empty):
+        q.get(block=False)  # its group begins
+    q.put_many([weclaw.Put(n, ttl=0.05) for n in range(7)])
+    time.sleep(0.06)
+    count(q)
+    eventually(lambda: len(called) >= 7)
+    q.qsize()
+    q.close()
+    assert sorted(letter.body for letter in called) == list(range(7))
+
+
+def test_on_dead_is_not_called_by_who_only_looks(path, open_queue):
+    """What would be dead by now if somebody wrote it is no letter yet."""
+    q = open_queue()
+    q.put("late", ttl=0.05)
+    q.get().release()  # its group begins
+    time.sleep(0.06)
+    called = []
+    with weclaw.Queue(path, readonly=True, on_dead=called.append) as looker:
+        assert looker.stats().dead == 1
+        assert looker.qsize() == 0
+        assert looker.status("unknown") == "unknown"
+        assert threads_for_on_dead() == []
+    assert called == []
 
 
 def test_two_threads_that_make_the_first_letters_at_once_have_them_told_by_one(path, monkeypatch):
