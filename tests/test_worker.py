@@ -17,6 +17,8 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, eventually
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _files
+from weclaw_embedded import worker as worker_module
 
 
 class Running:
@@ -341,6 +343,52 @@ def test_a_message_that_was_lost_meanwhile_does_not_end_the_worker(path, open_qu
     second = []
     with Running(q, handle):
         assert eventually(lambda: second and q.status(second[0]) == "done")
+
+
+@pytest.mark.parametrize("outcome", ["returns", "fails", "too long"])
+def test_what_came_of_a_handler_is_kept_until_a_full_disk_has_room(
+    open_queue, monkeypatch, caplog, outcome
+):
+    """It may have cost a minute and money: the message is not handed out a second time."""
+    q = open_queue(visibility_timeout=1.5)
+    id = q.put("prompt")
+    q.put("next")
+    handled = []
+    refused = []
+    room = threading.Event()
+    real = _files.write_at
+
+    def full(fd, buffers, offset):
+        if b"its outcome" in b"".join(buffers) and not room.is_set():
+            refused.append(time.monotonic())
+            raise weclaw.DiskFullError("no room")
+        return real(fd, buffers, offset)
+
+    async def handle(msg):
+        handled.append(msg.body)
+        if msg.body == "next":
+            return None
+        if outcome == "fails":
+            raise weclaw.Discard("its outcome")
+        if outcome == "too long":
+            await asyncio.sleep(60)
+        return "its outcome"
+
+    if outcome == "too long":
+        monkeypatch.setattr(worker_module, "describe", lambda error: "its outcome")
+    monkeypatch.setattr(worker_module, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(_files, "write_at", full)
+    monkeypatch.setattr(type(q._engine), "make_room", lambda engine: False)
+    caplog.set_level(logging.WARNING, "weclaw_embedded")
+    with Running(q, handle, max_run_time=1):
+        assert eventually(lambda: refused and refused[-1] - refused[0] > 3)  # two leases long
+        room.set()
+        assert eventually(lambda: q.status(id) in ("done", "dead", "delayed"))
+        assert eventually(lambda: "next" in handled)
+    assert handled.count("prompt") == 1
+    assert handled.count("next") == 1
+    told = [record for record in caplog.records if "kept until it can" in record.getMessage()]
+    assert len(told) == 1
 
 
 def test_a_closed_queue_ends_the_worker(path):

@@ -506,6 +506,11 @@ class Renewal:
         self.stop()
         return Renewal(self._lease, self._until_s)
 
+    def without_end(self) -> Renewal:
+        """Another one in its place, for as long as it takes: what was limited is over."""
+        self.stop()
+        return Renewal(self._lease)
+
     def stop(self) -> None:
         self._stopped = True
         if self._number:

@@ -72,7 +72,8 @@ class Worker:
     A handler may be a function, which runs in a thread of its own, or a coroutine function. What
     it returns becomes the result of the message; an exception is a failed delivery, retried as the
     queue's `retry` says; `RetryLater(seconds)` defers without burning a retry; `Discard(reason)`
-    sends the message to the dead letters. One that settles its message itself has done so.
+    sends the message to the dead letters. One that settles its message itself has done so. On a full
+    disk what came of a handler waits for room, and its message is leased meanwhile.
 
     Args:
         q: A `Queue` or an `AsyncQueue`. It is not closed by the worker.
@@ -249,8 +250,7 @@ class Worker:
                 await self._work(msg)
             except ClosedError:
                 return  # whoever closed the queue wants no more of it
-            except DiskFullError as error:
-                # What is held still is; its lease runs out, and by then there may be room.
+            except DiskFullError as error:  # from taking: what was taken is settled by now
                 logger.warning("%s: %s", self._name(), error)
                 await asyncio.sleep(_PATIENCE_S)
 
@@ -321,13 +321,30 @@ class Worker:
     ) -> bool:
         """False when the message was no longer held: its lease was over (this process was stopped
         for longer, say), or its group dropped. That is no reason to take no more.
+
+        On a full disk it is tried until there is room, with the lease kept: what the handler made
+        may have taken a minute and cost money.
         """
-        try:
-            await settle(*args, **options)
-        except LeaseLostError as error:
-            logger.warning("message %s was lost while its handler ran: %s", msg.id, error)
-            return False
-        return True
+        is_told = False
+        while True:
+            try:
+                await settle(*args, **options)
+            except LeaseLostError as error:
+                logger.warning("message %s was lost while its handler ran: %s", msg.id, error)
+                return False
+            except DiskFullError as error:
+                if not is_told:
+                    logger.warning(
+                        "message %s can't be settled yet, and is kept until it can: %s",
+                        msg.id,
+                        error,
+                    )
+                    is_told = True
+                    lease = msg._held()
+                    lease.renewal = lease.renewal.without_end()
+                await asyncio.sleep(_PATIENCE_S)
+            else:
+                return True
 
     async def _failure(self, msg: Message, error: BaseException) -> None:
         self.failed += 1
@@ -411,9 +428,11 @@ class _Run:
                 raise _EndedError(failed) from failed  # it ends a delivery, not us
         error = TimeoutError(f"the handler ran longer than {self._worker._max_run_s:g} s")
         if self.settles():
-            self.over = True
-            with contextlib.suppress(LeaseLostError):
-                self._msg.nack(reason=describe(error))
+            # On a full disk: once it has ended, and as often as it takes.
+            with contextlib.suppress(DiskFullError):
+                with contextlib.suppress(LeaseLostError):
+                    self._msg.nack(reason=describe(error))
+                self.over = True
         # A coroutine is waited for. A function can't be stopped; its place is free all the same.
         working.cancel()
         await asyncio.wait({working})
