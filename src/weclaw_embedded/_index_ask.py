@@ -48,6 +48,7 @@ from ._records import (
 
 FAIR: Final = 16  # one delivery in so many goes to the oldest message of any priority
 ALL_SUSPECTS: Final = -1  # for a look, which hands nothing out
+_LOOKED_FOR_ONE: Final = 10  # to look at a lease costs so much less than to end it, about
 _SCAN_NS_A_LEASE: Final = 10_000  # a scan of n leases is not repeated within n times this
 
 _new = tuple.__new__  # a third of what `Picks` costs
@@ -110,6 +111,12 @@ class Ask(Change):
     def __init__(self) -> None:
         super().__init__()
         self._scanned: dict[int, int] = {}  # gid: no scan of its leases before (ns)
+        # gid: which deaths it was looked for, and from which message on there may be more
+        self._looked: dict[int, tuple[int, int]] = {}
+
+    def abort(self) -> None:
+        self._looked.clear()  # what was judged may still have to be
+        super().abort()
 
     # What is ready
 
@@ -330,6 +337,30 @@ class Ask(Change):
     def leases(self, gid: int) -> list[tuple[int, Row]]:
         """Return all leases of a group."""
         return self._rows_of(LEASED, gid)
+
+    def leases_of_dead(
+        self, gid: int, deaths: int, living: set[int], limit: int
+    ) -> tuple[list[tuple[int, Row]], bool]:
+        """Return leases whose owner is not among the living, and whether there may be more. Of
+        those and of all that are looked at so many at most; who asks again gets the following,
+        while `deaths` is what it was, and nothing that was returned has become undone.
+        """
+        known, start = self._looked.get(gid, (deaths, 0))
+        if known != deaths:
+            start = 0
+        gone: list[tuple[int, Row]] = []
+        prefix = LEASED + U64.pack(gid)
+        rows = self._scan(prefix, prefix + U64.pack(start))
+        for looked, (key, value) in enumerate(rows, 1):
+            row = Row.unpack(value)
+            start = U64.unpack(key[9:])[0] + 1
+            if row.owner not in living:
+                gone.append((start - 1, row))
+            if len(gone) >= limit or looked >= limit * _LOOKED_FOR_ONE:
+                self._looked[gid] = deaths, start
+                return gone, True
+        self._looked.pop(gid, None)
+        return gone, False
 
     def is_leased_to(self, gid: int, offset: int, owner: int) -> bool:
         """Whether a message is leased, and to this owner."""

@@ -263,17 +263,23 @@ def sweep(
     if now_ns >= group.next_deadline_ns and words[OWNERS_HIGH] > 1:
         # All of them first: what the dead held ended with them, whatever its time is by now.
         session.engine.bury(session, session.engine.dead_owners(everyone=True))
+    has_more = False
     seq = words[DEAD_SEQ]
     if group.dead_seen != seq:
         living = {token for _, token in session.page.owners()}
-        gone = [(o, row) for o, row in tx.leases(group.gid) if row.owner not in living]
+        gone, has_more = tx.leases_of_dead(group.gid, seq, living, limit)
         _return_all(
             session, group, [_judge_death(session, group, o, r, retry, dead) for o, r in gone]
         )
-        group.dead_seen = seq
-        tx.touch(group)
-    has_more = False
-    if now_ns >= group.next_deadline_ns and (lapsed := tx.lapsed(group, now_ns, limit)):
+        if not has_more:
+            group.dead_seen = seq
+            tx.touch(group)
+    # Not while there may be a lease of the dead among them.
+    if (
+        not has_more
+        and now_ns >= group.next_deadline_ns
+        and (lapsed := tx.lapsed(group, now_ns, limit))
+    ):
         engine = session.engine
         offsets = {offset for offset, _ in lapsed}
         engine.lose([one for one in engine.held if one.gid == group.gid and one.offset in offsets])

@@ -6,15 +6,30 @@ import asyncio
 import time
 
 import pytest
+from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _taking, aio, threads
+from weclaw_embedded import _clock, _index_ask, _taking, aio, threads
 from weclaw_embedded._session import Session
 from weclaw_embedded.wal import TAIL
 
-AT_ONCE = weclaw.RetryPolicy(max_retries=0)
+AT_ONCE = weclaw.RetryPolicy(max_retries=0, max_crashes=0)
 N = 2500  # more than are judged before something is handed out
+HOW = ["expires", "lapses", "dies"]
+
+
+def take_all(pipe, path, n, visibility_s):
+    held = weclaw.Queue(path).get_many(n, visibility_timeout=visibility_s)
+    pipe.send(len(held))
+    time.sleep(60)
+
+
+def holder_of(path, n, visibility_s=None):
+    """A process that has leased so many."""
+    child = Child(take_all, path, n, visibility_s)
+    assert child.hear() == n
+    return child
 
 
 def all_end(q, how):
@@ -24,6 +39,9 @@ def all_end(q, how):
     q.put_many([weclaw.Put(n, ttl=0.2 if how == "expires" else None) for n in range(N)])
     if how == "lapses":
         assert len(q.get_many(N, visibility_timeout=0.2)) == N
+    if how == "dies":
+        holder_of(q.store.path, N).kill()
+        return
     time.sleep(0.25)
 
 
@@ -39,7 +57,7 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("how", ["expires", "lapses"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_first_answer_is_true(open_queue, how, question):
     """Whoever asks first is told of all that ended, and not of the first thousand."""
@@ -91,7 +109,7 @@ def test_what_is_judged_at_once_is_not_one_frame(open_queue, monkeypatch):
     ("how", "question"),
     # What is in hands takes no room, and is not looked at for a put.
     [("expires", one) for one in QUESTIONS]
-    + [("lapses", one) for one in QUESTIONS if one != "room"],
+    + [(how, one) for how in ("lapses", "dies") for one in QUESTIONS if one != "room"],
 )
 def test_others_have_the_lock_in_between(open_queue, monkeypatch, how, question):
     """Where so much has ended that judging it takes long, it takes several turns; the answer is as
@@ -117,7 +135,7 @@ def test_others_have_the_lock_in_between(open_queue, monkeypatch, how, question)
     assert len({letter.id for letter in told}) == N
 
 
-@pytest.mark.parametrize("how", ["expires", "lapses"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["Queue", "threads", "tasks", "task at once"])
 def test_who_takes_looks_on_behind_them_in_other_turns(path, monkeypatch, how, kind):
     """Whoever takes judges a few in a turn, and is given what stands behind all of them."""
@@ -128,18 +146,105 @@ def test_who_takes_looks_on_behind_them_in_other_turns(path, monkeypatch, how, k
         if kind == "Queue":
             assert q.get(block=False).body == "behind"
         elif kind == "threads":
-            items = threads.Queue(path=path)
+            items = threads.Queue(path=path, retry=AT_ONCE)
             assert items.get(block=False) == "behind"
             items.close()
         else:
 
             async def take():
                 if kind == "tasks":
-                    async with weclaw.AsyncQueue(path) as tasks:
+                    async with weclaw.AsyncQueue(path, retry=AT_ONCE) as tasks:
                         return (await tasks.get(block=False)).body
-                items = aio.Queue(path=path)
+                items = aio.Queue(path=path, retry=AT_ONCE)
                 body = items.get_nowait()
                 items.close()
                 return body
 
             assert asyncio.run(take()) == "behind"
+
+
+def test_what_the_dead_held_never_ran_out(path, monkeypatch):
+    """However many turns it takes, and though the time of all of it is over by then: each is told
+    of the end that it had, and of what the living hold nothing is.
+    """
+    monkeypatch.setattr(_taking, "_MANY", 30)
+    monkeypatch.setattr(_taking, "_FEW", 20)
+    with weclaw.Queue(path, retry=AT_ONCE, flush="os") as q:
+        q.put_many(range(300))
+        mine = q.get_many(50, visibility_timeout=60)
+        first = holder_of(path, 100, 60)
+        kept = q.get_many(20, visibility_timeout=None)
+        second = holder_of(path, 100, 60)
+        first.kill()
+        second.kill()
+        now_ns = _clock.monotonic_ns
+        monkeypatch.setattr(_clock, "monotonic_ns", lambda: now_ns() + 70 * 10**9)
+        assert q.get(block=False).body == 270
+        assert q.stats()[:4] == (29, 0, 21, 250)
+        reasons = [letter.reason for letter in q.dlq]
+        assert reasons == ["lease ran out"] * 50 + ["consumer died"] * 200
+        with pytest.raises(weclaw.LeaseLostError):
+            mine[0].ack()
+        for msg in kept:
+            msg.ack()
+
+
+def test_a_death_that_others_follow_before_all_of_it_was_judged(path, monkeypatch):
+    """Who dies while what another held is given back is not forgotten, wherever his messages are:
+    also before those that were looked at already.
+    """
+    monkeypatch.setattr(_taking, "_FEW", 20)
+    with weclaw.Queue(path, retry=NO_WAIT, flush="os") as q:
+        q.put_many(range(300))
+        early, late = holder_of(path, 100), holder_of(path, 200)
+        late.kill()
+        given = q.get(block=False)
+        assert (given.body, given.crash_count) == (100, 1)
+        early.kill()
+        assert q.stats()[:4] == (299, 0, 1, 0)
+        given.ack()
+
+
+def test_leases_of_the_living_are_looked_at_once_for_a_death(path, monkeypatch):
+    """However many there are before those of the dead, a turn looks at so many, and the next goes
+    on behind them.
+    """
+    monkeypatch.setattr(_taking, "_MANY", 10)
+    monkeypatch.setattr(_index_ask, "_LOOKED_FOR_ONE", 2)
+    looked = []
+    ask = _index_ask.Ask.leases_of_dead
+
+    def counted(self, *args):
+        found, more = ask(self, *args)
+        looked.append(len(found))
+        return found, more
+
+    monkeypatch.setattr(_index_ask.Ask, "leases_of_dead", counted)
+    with weclaw.Queue(path, retry=NO_WAIT, flush="os") as q:
+        q.put_many(range(100))
+        kept = q.get_many(50)
+        holder_of(path, 30).kill()
+        looked.clear()
+        assert q.stats()[:4] == (50, 0, 50, 0)
+        assert looked == [0, 0, 10, 10, 10, 0]
+        for msg in kept:
+            msg.ack()
+
+
+def test_what_a_turn_that_came_to_nothing_has_judged_is_judged_again(path):
+    """Nothing of it was written, so nothing of it counts."""
+    with weclaw.Queue(path, retry=NO_WAIT, flush="os") as q:
+        q.put_many(range(100))
+        holder_of(path, 90).kill()
+
+        def fail(session):
+            group = session.tx.group(q._address.gid)
+            session.engine.bury(session, session.engine.dead_owners(everyone=True))
+            for _ in range(3):
+                assert _taking.sweep(session, session.tx, group, NO_WAIT, 0, [], 10)
+            raise ZeroDivisionError
+
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                q.store._engine.execute(fail)
+        assert q.stats()[:4] == (100, 0, 0, 0)
