@@ -58,7 +58,7 @@ LAYERS = [
     ["_replicated"],
     ["_settling", "_taking"],
     ["_putting"],
-    ["_queries", "_reclaim", "_mend", "_order"],
+    ["_queries", "_reclaim", "_mend", "_order", "_pending"],
     ["_healing"],
     ["_restore"],
     ["_message"],

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.queues import drain, eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _records, _settling
+from weclaw_embedded import _files, _records, _settling, threads
 from weclaw_embedded._index import IndexFullError
 from weclaw_embedded._session import Job
 
@@ -43,14 +43,14 @@ def in_threads(held: Held, q: Any, calls: list[Callable[[], Any]]) -> list[Any]:
         except Exception as error:  # noqa: BLE001  it is looked at by the test
             found[n] = error
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(calls))]
-    threads[0].start()
+    workers = [threading.Thread(target=run, args=(n,)) for n in range(len(calls))]
+    workers[0].start()
     assert held.began.wait(30)
-    for n, thread in enumerate(threads[1:], 1):
+    for n, thread in enumerate(workers[1:], 1):
         thread.start()
         eventually(lambda n=n: len(q._engine._waiting) == n)
     held.go_on.set()
-    for thread in threads:
+    for thread in workers:
         thread.join(30)
         assert not thread.is_alive()
     return found
@@ -66,6 +66,28 @@ def test_many_puts_share_a_sync_and_keep_their_order(open_queue, monkeypatch):
     assert sorted(ids) == ids
     assert len(set(ids)) == 20
     assert drain(q) == list(range(-1, 20))
+
+
+@pytest.mark.parametrize("kind", [threads.Queue, threads.LifoQueue])
+def test_puts_of_a_stand_in_share_turns_and_syncs_too(path, monkeypatch, kind):
+    """What threads put into a `threads.Queue` while one syncs is one write and one sync."""
+    q = kind(path=path)
+    q.put(-1)
+    held = Held(monkeypatch)
+    writes: list[int] = []
+    real = _files.write_at
+
+    def write_at(fd: int, buffers: Any, offset: int) -> int:
+        writes.append(offset)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(_files, "write_at", write_at)
+    in_threads(held, q._core.queue, [lambda n=n: q.put(n) for n in range(8)])
+    assert len(writes) == 2
+    assert held.count <= 3
+    order = [*range(-1, 8)]
+    assert [q.get() for _ in order] == (order if kind is threads.Queue else order[::-1])
+    q.close()
 
 
 def test_each_thread_is_told_what_became_of_its_own(open_queue, monkeypatch):
@@ -191,11 +213,11 @@ def test_threads_that_come_and_go(open_queue):
             if i % 7 == n % 7:
                 time.sleep(0.0005)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(12)]
-    for thread in threads:
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(12)]
+    for thread in workers:
         thread.start()
     ids.extend([q.put((99, i)) for i in range(100)])
-    for thread in threads:
+    for thread in workers:
         thread.join(60)
         assert not thread.is_alive()
     assert len(set(ids)) == 1300

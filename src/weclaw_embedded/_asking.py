@@ -8,22 +8,21 @@ of `_queries`.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from . import _delivery, _queries, _taking, _values
-from ._delivery import new_waiter
 from ._engine import Engine
-from ._handle import Handle, check_text, deadline_of, us_since
+from ._handle import Handle, check_text, us_since
 from ._message import Message, Seen, clip
 from ._options import check_count, check_seconds
-from ._queries import Stats
+from ._pending import Pending, deadline_of, pending_until
+from ._queries import Outcome, Stats
 from ._records import key_hash
 from ._session import Session
-from ._shared import FAILED, SETTLED
+from ._shared import FAILED
 from ._wake import Waiter
 from .errors import (
     CorruptError,
@@ -69,53 +68,53 @@ class Asking(Handle):
         engine = self._engine
         before: int | None = None
         while True:
-            waiter = None if until_s == 0.0 else new_waiter(SETTLED)
-            dead: list[int] = []
             try:
+                found = self._outcome_by(engine, until_s, id)
+            except CorruptError as error:
+                if self._met(error):
+                    continue
+                raise
+            if found.state == "done":
                 try:
-                    found = self._outcome(engine, id, dead, waiter)
+                    return self._result_at(engine, found.ack_at)
                 except CorruptError as error:
-                    if self._met(error):
-                        continue
-                    raise
-                self._remember_dead(dead)
-                if found.state == "done":
-                    try:
-                        return self._result_at(engine, found.ack_at)
-                    except CorruptError as error:
-                        if not engine.heal(error.offset, error.offset + 1):
-                            raise
-                        continue
-                    except LookupError:
-                        if found.ack_at == before:
-                            raise self._unknown(id) from None
-                        before = found.ack_at  # carried up, and its segment freed, since we looked
-                        continue
-                if found.state == "dead":
-                    try:
-                        letter = self.dlq._at(found.offset)
-                    except KeyError:
-                        continue  # redriven or purged since we looked
-                    raise DeadLetterError(letter)
-                if found.state == "unknown":
-                    raise self._unknown(id)
-                if waiter is None or (until_s is not None and time.monotonic() >= until_s):
-                    raise Empty(f"message {id} is not settled yet (it is {found.state})")
-                self._sleep(engine, waiter, self._wake_at(engine, found.look_again_us, until_s))
-            finally:
-                engine.waker.discard(waiter)
+                    if not engine.heal(error.offset, error.offset + 1):
+                        raise
+                except LookupError:
+                    if found.ack_at == before:
+                        raise self._unknown(id) from None
+                    before = found.ack_at  # carried up, and its segment freed, since we looked
+            elif found.state == "dead":
+                try:
+                    letter = self.dlq._at(found.offset)
+                except KeyError:
+                    continue  # redriven or purged since we looked
+                raise DeadLetterError(letter)
+            else:
+                raise self._unknown(id)
 
-    def _outcome(
-        self, engine: Engine, id: str, dead: list[int], waiter: Waiter | None
-    ) -> _queries.Outcome:
+    def _outcome_by(self, engine: Engine, until_s: float | None, id: str) -> Outcome:
         try:
-            return engine.execute(_queries.outcome, self._address, id, dead, waiter)
+            return cast("Outcome", self._once_settled(engine, until_s, self._outcome, id))
         except StoreFailedError as error:
             looker = engine.last_look(error)
-            found = looker.execute(_queries.outcome, self._address, id, dead, None)
-            if found.state in ("done", "dead", "unknown") or waiter is None:
-                return found
-            raise  # nobody settles it any more
+            try:
+                return cast("Outcome", looker.execute(self._outcome, None, id))
+            except Empty:
+                if until_s == 0.0:
+                    raise
+                raise error from None  # nobody settles it any more
+
+    def _outcome(self, session: Session, waiter: Waiter | None, id: str) -> Outcome | Pending:
+        """How a message has ended; what to wait for while it has not. Without a waiter that is
+        `Empty`.
+        """
+        found = _queries.outcome(session, self._address, id, self._remember_dead, waiter)
+        if found.state in ("done", "dead", "unknown"):
+            return found
+        if waiter is None:
+            raise Empty(f"message {id} is not settled yet (it is {found.state})")
+        return pending_until(session, found.look_again_us)
 
     def _result_at(self, engine: Engine, ack_at: int | None) -> Any:
         if ack_at is None:
@@ -129,15 +128,11 @@ class Asking(Handle):
         """
         id = check_text("id", id)
         while True:
-            dead: list[int] = []
             try:
-                state = self._look(_queries.status, self._address, id, dead)
+                return self._look(_queries.status, self._address, id, self._remember_dead)
             except CorruptError as error:
-                if self._met(error):
-                    continue
-                state = "unknown"
-            self._remember_dead(dead)
-            return state
+                if not self._met(error):
+                    return "unknown"
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -164,28 +159,16 @@ class Asking(Handle):
         """
         until_s = deadline_of(True, timeout)
         engine = self._engine
-        while True:
-            waiter = new_waiter(SETTLED)
+        return self._once_settled(engine, until_s, self._all_done) is None
 
-            def count(session: Session, waiter: Waiter = waiter) -> tuple[int, int | None]:
-                group = self._swept(session)
-                if group is None:
-                    return 0, None
-                left = _delivery.unfinished_in(session.tx, group)
-                if not left:
-                    return 0, None
-                _delivery.wait_settled(session, group.tid, waiter)
-                return left, _taking.next_look(session, group)
-
-            try:
-                left, look_again_us = engine.execute(count)
-                if not left:
-                    return True
-                if until_s is not None and time.monotonic() >= until_s:
-                    return False
-                self._sleep(engine, waiter, self._wake_at(engine, look_again_us, until_s))
-            finally:
-                engine.waker.discard(waiter)
+    def _all_done(self, session: Session, waiter: Waiter | None) -> Pending | None:
+        """What `join` runs until it is no `Pending`."""
+        group = self._swept(session)
+        if group is None or not _delivery.unfinished_in(session.tx, group):
+            return None
+        if waiter is not None:
+            _delivery.wait_settled(session, group.tid, waiter)
+        return pending_until(session, _taking.next_look(session, group))
 
     def peek(self, n: int = 1) -> list[Message]:
         """The next `n` messages as they would be delivered; takes nothing, and they can't be
@@ -224,10 +207,7 @@ class Asking(Handle):
 
     def stats(self) -> Stats:
         """Counts and sizes, all of one moment."""
-        dead: list[int] = []
-        found = self._look(_queries.stats, self._address, dead)
-        self._remember_dead(dead)
-        return found
+        return self._look(_queries.stats, self._address, self._remember_dead)
 
     @property
     def offset(self) -> int:
@@ -245,10 +225,7 @@ class Asking(Handle):
         """Throw away all that is ready or delayed in this group; returns how many. What is leased
         or dead stays.
         """
-        dead: list[int] = []
-        count = self._change(_queries.purge, self._address, self._policy, dead)
-        self._remember_dead(dead)
-        return count
+        return self._change(_queries.purge, self._address, self._policy, self._remember_dead)
 
     def pause(self, seconds: float, reason: str | None = None) -> None:
         """No deliveries from this topic and group for so long, in any process, over restarts."""

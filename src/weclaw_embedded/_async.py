@@ -8,20 +8,19 @@ full disk would have it refused is room made there and then, with the syncs that
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _putting, _records, _settling
 from ._engine import Engine
-from ._handle import deadline_of
 from ._io import Written, io_of
 from ._io_calls import Op
 from ._message import Message
+from ._pending import deadline_of
 from ._pool import in_pool
 from ._session import BATCH, SYNC, Job
-from ._transaction import Transaction, maxsizes_of, remember_dead
+from ._transaction import Transaction
 from .dlq import DeadLetter, DeadLetterQueue
 from .errors import ClosedError
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     import os
 
     from ._session import Session
-    from ._wake import Waiter
     from .queue import Queue
 
 T = TypeVar("T")
@@ -170,37 +168,30 @@ class AsyncTransaction(Transaction):
     ) -> None:
         self._over = True
         if error is None:
-            self.ids = await commit(self._queue, self._acks, self._puts, self._block, self._timeout)
+            self.ids = await self._commit_by_io()
+
+    async def _commit_by_io(self) -> list[str]:
+        """`_commit`, by the I/O thread."""
+        queue, puts = self._queue, self._puts
+        engine = queue._writable()
+        what = self._what(engine)
+        maxsizes = what[3]
+        call = Op(
+            asyncio.get_running_loop(),
+            _putting.transact,
+            *what,
+            until_s=deadline_of(self._block, self._timeout) if puts else 0.0,
+            # What waits for room in another topic does not hold up those who put into this one.
+            room=queue if {queue.topic} >= {*maxsizes} else object(),
+            queue=queue,
+        )
+        ids: list[str] = await io_of(engine).wait(call)
+        if queue._policy == BATCH and engine.flush_later(queue._store._options, len(puts)):
+            await in_pool(queue.flush)
+        return ids
 
     def __enter__(self) -> Transaction:
         raise TypeError("a transaction of an AsyncQueue is entered with `async with`")
-
-
-async def commit(
-    queue: Queue, acks: list[Any], puts: list[Any], block: bool, timeout: float | None
-) -> list[str]:
-    """What ends a `Transaction`, by the I/O thread."""
-    engine = queue._writable()
-    _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
-    maxsizes = maxsizes_of(queue, puts)
-    remember = functools.partial(remember_dead, queue)
-    elsewhere = any(topic != queue.topic for topic in maxsizes)
-
-    def transact(session: Session, waiter: Waiter | None) -> list[str]:
-        return _putting.transact(session, acks, puts, queue._policy, maxsizes, waiter, remember)
-
-    call = Op(
-        asyncio.get_running_loop(),
-        transact,
-        until_s=deadline_of(block, timeout) if puts else 0.0,
-        # What waits for room in another topic does not hold up those who put into this one.
-        room=object() if elsewhere else queue,
-        queue=queue,
-    )
-    ids: list[str] = await io_of(engine).wait(call)
-    if queue._policy == BATCH and engine.flush_later(queue._store._options, len(puts)):
-        await in_pool(queue.flush)
-    return ids
 
 
 class AsyncDeadLetterQueue:

@@ -23,14 +23,15 @@ from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import _delivery, _putting, _queries, _taking
+from . import _putting, _taking
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
 from ._engine import Engine
-from ._handle import check_text, deadline_of
+from ._handle import check_text
 from ._io import Io, io_of
-from ._io_calls import Op, PutCall, PutManyCall, TakeCall, closed_error, pending_until
+from ._io_calls import Op, PutCall, PutManyCall, TakeCall, closed_error
 from ._options import UNSET, Unset, check_count, check_names
+from ._pending import deadline_of
 from ._pool import in_pool
 from ._queries import Outcome, Stats
 from ._session import Session
@@ -307,7 +308,7 @@ class AsyncQueue:
         while True:
             call = Op(
                 asyncio.get_running_loop(),
-                self._outcome,
+                queue._outcome,
                 id,
                 until_s=until_s,
                 late=lambda: Empty(f"message {id} was not settled in time"),
@@ -325,17 +326,6 @@ class AsyncQueue:
                     raise
                 # Which heals or notes what is damaged, and looks at what is open.
                 return await in_pool(queue.result, id, timeout)
-
-    def _outcome(self, session: Session, waiter: Waiter | None, id: str) -> Any:
-        dead: list[int] = []
-        found = _queries.outcome(session, self._queue._address, id, dead, waiter)
-        if dead:
-            self._queue._remember_dead(dead)
-        if found.state not in ("done", "dead", "unknown"):
-            if waiter is None:
-                raise Empty(f"message {id} is not settled yet (it is {found.state})")
-            return pending_until(session, found.look_again_us)
-        return found
 
     def _result_of(self, id: str, found: Outcome) -> Any:
         queue = self._queue
@@ -375,7 +365,7 @@ class AsyncQueue:
             return await in_pool(queue.join, timeout)
         call = Op(
             asyncio.get_running_loop(),
-            self._all_done,
+            queue._all_done,
             until_s=until_s,
             late=_TimeIsOver,
             queue=queue,
@@ -385,13 +375,6 @@ class AsyncQueue:
         except _TimeIsOver:
             return False
         return True
-
-    def _all_done(self, session: Session, waiter: Waiter) -> Any:
-        group = self._queue._swept(session)
-        if group is None or not _delivery.unfinished_in(session.tx, group):
-            return None
-        _delivery.wait_settled(session, group.tid, waiter)
-        return pending_until(session, _taking.next_look(session, group))
 
     async def peek(self, n: int = 1) -> list[Message]:
         """The next `n` messages; takes nothing. See `Queue.peek`."""

@@ -10,7 +10,7 @@ after a restart is decided in these operations and written down.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
@@ -76,6 +76,8 @@ class Terms:
 # Messages ready to be put, of which the same is said: everything but what only the lock can tell
 # (offset, time). Of those that were given an id there is one.
 Encoded: TypeAlias = tuple[Sequence[bytes], Terms]
+# Called with the offsets of new dead letters.
+TellDead: TypeAlias = Callable[[list[int]], None]
 
 
 class Lease:

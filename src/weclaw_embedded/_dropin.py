@@ -35,6 +35,7 @@ from ._io_calls import closed_error
 from ._message import Message
 from ._options import QUEUE_NAMES, check_names, queue_options
 from ._order import Entry, Newest, Order
+from ._pending import PENDING, Pending
 from ._session import Session
 from ._store import open as open_store
 from ._wake import Waiter
@@ -184,21 +185,23 @@ class Core:
     def put(
         self,
         session: Session,
-        waiter: Waiter | None,
-        message: tuple[bytes, Terms],
-        item: Any,
-        policy: int,
-        limit: int,
-    ) -> str:
+        what: tuple[Waiter | None, tuple[bytes, Terms], int, int],
+    ) -> list[str]:
         """Put an item, or raise NoRoom with the waiter registered."""
         if self.is_shutdown:
             raise shut_down()
+        waiter, (data, terms), policy, limit = what
         queue = self.queue
-        data, terms = message
+        messages = [([data], terms)]
         return _putting.put(
-            *(session, queue._address, [([data], terms)], policy, limit, waiter),
-            queue._remember_dead,
-        )[0]
+            session, (queue._address, messages, policy, limit, waiter, queue._remember_dead)
+        )
+
+    def try_put(
+        self, engine: Engine, message: tuple[bytes, Terms], waiter: Waiter | None
+    ) -> list[str]:
+        """Put in a turn that threads share."""
+        return engine.run_together(self.put, (waiter, message, self.queue._policy, self.limit))
 
     def look(
         self, session: Session, n: int, visibility_s: float | None, waiter: Waiter | None
@@ -268,6 +271,10 @@ class Core:
         if left and waiter is not None:
             _delivery.wait_settled(session, tid, waiter)
         return left
+
+    def all_done(self, session: Session, waiter: Waiter | None) -> Pending | None:
+        """What `join` runs until it is no `Pending`."""
+        return PENDING if self.unfinished(session, waiter) else None
 
     # -- whose an item is --------------------------------------------------------------------------
 

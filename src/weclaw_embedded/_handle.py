@@ -17,17 +17,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _delivery, _queries, _registry, _settling
 from ._delivery import Address
 from ._engine import Engine
 from ._message import Content, Place
-from ._options import QueueOptions, check_timeout
+from ._options import QueueOptions
+from ._pending import Waits
 from ._records import NoRecordError
 from ._session import BATCH, Session
 from ._shared import FAILED
-from ._wake import Timer, Waiter
+from ._wake import Timer
 from .dlq import DeadLetterQueue
 from .errors import ClosedError, CorruptError, DiskFullError, StoreFailedError
 
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger("weclaw_embedded")
-
-# A wait on the monotonic clock is not lengthened by more than this when the machine sleeps.
-_LONGEST_SLEEP_S: Final = 60.0
 
 
 class Holder:
@@ -120,7 +118,7 @@ class _Untold:
             self._timer.stop()
 
 
-class Handle:
+class Handle(Waits):
     """One topic of one open file, as one group sees it. See `Queue`."""
 
     topic: str
@@ -145,7 +143,7 @@ class Handle:
         engine = self._writable()
         result = engine.execute(operation, *args)
         if self._policy == BATCH:
-            engine.flush_later(self._store._options, 0)
+            self._flush_later(engine, 0)
         return result
 
     def _writable(self) -> Engine:
@@ -156,6 +154,12 @@ class Handle:
             self._engine  # noqa: B018  a closed queue says so first
             return store._writable()
         return engine
+
+    def _flush_later(self, engine: Engine, n: int) -> None:
+        """See to it that `n` messages are synced as `flush="batch"` says, which may be now."""
+        until = engine.flush_later(self._store._options, n)
+        if until:
+            engine.durable(until)
 
     def _run(self, operation: Callable[..., T], *args: Any) -> T:
         return self._engine.execute(operation, *args)
@@ -299,21 +303,6 @@ class Handle:
             except Exception:
                 logger.exception("on_dead failed for message %s", name)
 
-    def _sleep(self, engine: Engine, waiter: Waiter, until_s: float | None) -> None:
-        engine.wait(waiter, until_s)
-        if self._closed:
-            engine.stop_waiting()
-            raise ClosedError("the queue was closed while this call waited; nothing was changed")
-
-    def _wake_at(
-        self, engine: Engine, look_again_us: int | None, until_s: float | None
-    ) -> float | None:
-        if look_again_us is None:
-            return until_s
-        ahead_s = (look_again_us - engine.now_us()) / 1e6
-        look_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
-        return look_s if until_s is None else min(look_s, until_s)
-
 
 # What several calls are given -------------------------------------------------------------------
 
@@ -344,15 +333,3 @@ def us_since(moment: datetime, name: str = "since") -> int:
         raise ValueError(f"{name} must be aware (have a time zone); nothing was changed")
     passed = datetime.now(timezone.utc) - moment
     return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
-
-
-def deadline_of(block: bool, timeout: float | None) -> float | None:
-    """time.monotonic() at which to give up: None never, 0.0 at once."""
-    if block is not True and block is not False:
-        raise TypeError(f"block must be True or False, not {block!r}; nothing was changed")
-    seconds = None if timeout is None else check_timeout("timeout", timeout)
-    if not block:
-        return 0.0
-    if seconds is None:
-        return None
-    return time.monotonic() + seconds if seconds > 0 else 0.0

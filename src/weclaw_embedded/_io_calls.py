@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from . import _putting
 from ._delivery import Encoded, Lease, Taken, Terms
 from ._engine import Engine
+from ._pending import Pending
 from ._session import SYNC, Job, Session
 from ._wake import Waiter
 from .errors import ClosedError
@@ -24,26 +25,7 @@ if TYPE_CHECKING:
     from .queue import Queue
 
 
-class Pending:
-    """What an operation returns that has to be tried again: when something was settled, and in
-    `look_in_s` seconds if it may have come to its end by then with nobody writing.
-    """
-
-    __slots__ = ("look_in_s",)
-
-    def __init__(self, look_in_s: float | None = None) -> None:
-        self.look_in_s = look_in_s
-
-
-PENDING: Final = Pending()
 MAKE_ROOM: Final = Pending()  # again as soon as the space of settled messages was freed
-
-
-def pending_until(session: Session, look_again_us: int | None) -> Pending:
-    """To be tried again at that moment, in queue time."""
-    if look_again_us is None:
-        return PENDING
-    return Pending(max(0.0, (look_again_us - session.now_us) / 1e6))
 
 
 class Source(Protocol):
@@ -262,15 +244,8 @@ class PutCall(Op):
     def attempt(self, session: Session, waiter: Waiter | None) -> list[str]:
         """Put, or raise NoRoom with the waiter registered. Under the write lock."""
         queue = self.queue
-        return _putting.put(
-            session,
-            queue._address,
-            self.messages,
-            queue._policy,
-            queue.maxsize,
-            waiter,
-            queue._remember_dead,
-        )
+        what = (queue._address, self.messages, queue._policy, queue.maxsize, waiter)
+        return _putting.put(session, (*what, queue._remember_dead))
 
 
 class PutManyCall(PutCall):

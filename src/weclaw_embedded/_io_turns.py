@@ -32,10 +32,8 @@ from ._delivery import Lease, Taken, taken_of
 from ._engine import Engine
 from ._io_calls import (
     MAKE_ROOM,
-    PENDING,
     Call,
     Op,
-    Pending,
     PutCall,
     SyncCall,
     TakeCall,
@@ -45,6 +43,7 @@ from ._io_calls import (
     copy_of,
     messages_of,
 )
+from ._pending import LOOK_FOR_ROOM_S, PENDING, Pending, look_at
 from ._putting import NoBytes, NoRoom
 from ._session import BATCH, Job, Session
 from ._shared import FAILED, SYNC_HIGH
@@ -57,8 +56,6 @@ from .wal import COMMIT, TAIL
 # that of one call whole.
 MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
-_LONGEST_SLEEP_S: Final = 60.0
-_LOOK_FOR_ROOM_S: Final = 0.5  # room also comes of itself, when a message runs out
 
 _bytes_of = attrgetter("n_bytes")
 _merging = attrgetter("merges")
@@ -145,7 +142,8 @@ class Turns:
                 self._take_each_in(turn, alive)
             elif alive:
                 messages = messages_of(cast("list[PutCall]", alive))
-                put = Job(_putting.put, queue._address, messages, queue._policy, 0)
+                what = (queue._address, messages, queue._policy, 0, None, None)
+                put = Job(_putting.put, what)
                 turn.add(put, alive)
 
     def _take_each_in(self, turn: Turn, calls: list[Call]) -> None:
@@ -200,7 +198,7 @@ class Turns:
             call.refused = str(error)
             if not waits:
                 raise Full(str(error)) from None
-            return Pending(_LOOK_FOR_ROOM_S)
+            return Pending(LOOK_FOR_ROOM_S)
 
     def _look(self, session: Session, takes: Takes, wanted: int) -> Taken:
         """Take until nothing is found, so that whoever is left waits with a waiter registered."""
@@ -341,9 +339,7 @@ class Turns:
             # Some were damaged, or more were wanted, or ended by themselves, than a turn does.
             self._look_ready = True
             return
-        if taken.look_again_us is not None:
-            ahead_s = (taken.look_again_us - self._engine.now_us()) / 1e6
-            takes.look_at_s = time.monotonic() + min(max(ahead_s, 0.0), _LONGEST_SLEEP_S)
+        takes.look_at_s = look_at(self._engine, taken.look_again_us)
         words = self._engine.page.words
         behind = words[SYNC_HIGH] > words[COMMIT]
         ended = takes.source.ended()

@@ -18,6 +18,7 @@ from ._delivery import (
     Address,
     Encoded,
     Lease,
+    TellDead,
     Terms,
     digest_of,
     is_kept,
@@ -57,35 +58,15 @@ def together(messages: Sequence[Encoded]) -> Sequence[Encoded]:
     return [([*chain.from_iterable(bodies)], terms[0])]
 
 
-def put_by(
-    session: Session,
-    what: tuple[
-        Address,
-        Sequence[Encoded],
-        int,
-        int,
-        Waiter | None,
-        Callable[[list[int]], None] | None,
-    ],
-) -> list[str]:
-    """`put`, for `Engine.run`."""
-    address, messages, policy, maxsize, waiter, tell_dead = what
-    return put(session, address, messages, policy, maxsize, waiter, tell_dead)
-
-
 def put(
     session: Session,
-    address: Address,
-    messages: Sequence[Encoded],
-    policy: int,
-    maxsize: int,
-    waiter: Waiter | None = None,
-    tell_dead: Callable[[list[int]], None] | None = None,
+    what: tuple[Address, Sequence[Encoded], int, int, Waiter | None, TellDead | None],
 ) -> list[str]:
     """Append the messages as one frame; their ids, in order. `NoRoom` when there is none now, with
     `waiter` registered before the lock is given back. `tell_dead` is called, once that is written,
     with the offsets of messages that ran out and so made room, be it enough or not.
     """
+    address, messages, policy, maxsize, waiter, tell_dead = what
     if not session.may_write:
         session.check_writable()
     tid, records = topic_of(session, address.topic)
@@ -195,7 +176,7 @@ def _check_room(
     address: Address,
     n: int,
     maxsize: int,
-    tell_dead: Callable[[list[int]], None] | None,
+    tell_dead: TellDead | None,
 ) -> None:
     if n > maxsize:
         raise Full(
@@ -313,33 +294,17 @@ def check_headers(packed: bytes | None, limit: int) -> None:
 
 def transact(
     session: Session,
+    waiter: Waiter | None,
     acks: Sequence[tuple[Lease, bytes]],
     puts: Sequence[tuple[Address, Encoded]],
     policy: int,
     maxsizes: Mapping[str, int],
-    waiter: Waiter | None,
     tell_dead: Callable[[str, list[int]], None],
 ) -> list[str]:
     """Acks and puts over topics of the file as one frame: all or none, also after a crash. The ids
     of what was put. `maxsizes` are those of topics that have one; `tell_dead` is given the topic
     as well; else as `put`.
     """
-    try:
-        return _transact(session, acks, puts, policy, maxsizes, tell_dead)
-    except NoRoom:
-        if waiter is not None:
-            wait_settled(session, -1, waiter)
-        raise
-
-
-def _transact(
-    session: Session,
-    acks: Sequence[tuple[Lease, bytes]],
-    puts: Sequence[tuple[Address, Encoded]],
-    policy: int,
-    maxsizes: Mapping[str, int],
-    tell_dead: Callable[[str, list[int]], None],
-) -> list[str]:
     session.check_writable()
     leases = list(dict(acks))
     if len(leases) < len(acks):
@@ -370,17 +335,22 @@ def _transact(
             places.append(len(records))
         records += _put_records(session, tid, [message])
         fresh.setdefault(address.topic, []).append(address)
-    for topic, addresses in fresh.items():
-        if maxsizes.get(topic, 0) > 0:
-            tell = partial(tell_dead, topic)
-            _check_room(session, addresses[0], len(addresses), maxsizes[topic], tell)
-    if maxsizes:
-        hold_all(session, leases)  # looking for room judges what lapsed, and time went by
-    if records:
-        offsets = (
-            _append_puts(session, records, policy) if puts else session.append(records, policy)
-        )
-        session.must_sync |= policy >= SYNC
+    try:
+        for topic, addresses in fresh.items():
+            if maxsizes.get(topic, 0) > 0:
+                tell = partial(tell_dead, topic)
+                _check_room(session, addresses[0], len(addresses), maxsizes[topic], tell)
+        if maxsizes:
+            hold_all(session, leases)  # looking for room judges what lapsed, and time went by
+        if records:
+            offsets = (
+                _append_puts(session, records, policy) if puts else session.append(records, policy)
+            )
+            session.must_sync |= policy >= SYNC
+    except NoRoom:
+        if waiter is not None:
+            wait_settled(session, -1, waiter)
+        raise
     let_go_all(session, leases)
     made = iter(_ids_of(session, [offsets[place] for place in places]))
     return [known if known is not None else next(made) for known in ids]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from . import _delivery, _records, _taking
-from ._delivery import Address, place
+from ._delivery import Address, TellDead, place
 from ._index import GroupState
 from ._records import META_EXPIRY_US, META_KEY, META_TTL_US, STATE_DEAD, STATE_LEASED, key_hash
 from ._session import SYNC, Session
@@ -81,9 +81,7 @@ def is_dead(session: Session, gid: int, offset: int) -> bool:
     return row is not None and row.state == STATE_DEAD
 
 
-def swept(
-    session: Session, address: Address, tell_dead: Callable[[list[int]], None]
-) -> GroupState | None:
+def swept(session: Session, address: Address, tell_dead: TellDead) -> GroupState | None:
     """The group, or the template of one not begun yet, with all judged that ended by itself. See
     `_taking.sweep_all`.
     """
@@ -126,8 +124,8 @@ def _imagined(session: Session, address: Address) -> GroupState | None:
     return template
 
 
-def stats(session: Session, address: Address, dead: list[int]) -> Stats:
-    group = swept(session, address, dead.extend)
+def stats(session: Session, address: Address, tell_dead: TellDead) -> Stats:
+    group = swept(session, address, tell_dead)
     log = session.log
     tx = session.tx
     file_bytes, free_bytes = log.file_bytes(), log.free_bytes()
@@ -165,10 +163,10 @@ def _oldest_age_s(session: Session, group: GroupState) -> float:
     return max(0.0, (session.now_us - put_us) / 1e6)
 
 
-def status(session: Session, address: Address, id: str, dead: list[int]) -> str:
+def status(session: Session, address: Address, id: str, tell_dead: TellDead) -> str:
     """One of "ready delayed leased done dead unknown"."""
     topic = session.tx.topic(address.topic)
-    group = None if topic is None else swept(session, address, dead.extend)
+    group = None if topic is None else swept(session, address, tell_dead)
     if topic is None or group is None:
         return "unknown"
     try:
@@ -225,13 +223,13 @@ class Outcome(NamedTuple):
 
 
 def outcome(
-    session: Session, address: Address, id: str, dead: list[int], waiter: Waiter | None
+    session: Session, address: Address, id: str, tell_dead: TellDead, waiter: Waiter | None
 ) -> Outcome:
     """What `result` needs: the state, and where the ACK with the result is. `waiter` is
     registered when the message is not settled yet.
     """
     topic = session.tx.topic(address.topic)
-    group = None if topic is None else swept(session, address, dead.extend)
+    group = None if topic is None else swept(session, address, tell_dead)
     if topic is None or group is None:
         return Outcome("unknown", -1, None)
     offset, state = _look_up(session, group, id)
@@ -243,12 +241,12 @@ def outcome(
 
 
 def cancel(
-    session: Session, address: Address, id: str, policy: int, dead: list[int] | None = None
+    session: Session, address: Address, id: str, policy: int, tell_dead: TellDead | None = None
 ) -> bool:
-    """Without `dead` what ended by itself is not judged first."""
+    """Without `tell_dead` what ended by itself is not judged first."""
     topic = session.tx.topic(address.topic)
-    if dead is not None and session.tx.group(address.gid) is not None:
-        swept(session, address, dead.extend)  # what the group holds no more is not held
+    if tell_dead is not None and session.tx.group(address.gid) is not None:
+        swept(session, address, tell_dead)  # what the group holds no more is not held
     offset = None if topic is None else _delivery.find(session, topic.tid, id)
     if topic is None or offset is None:
         return False
@@ -271,9 +269,9 @@ def cancel(
     return True
 
 
-def purge(session: Session, address: Address, policy: int, dead: list[int]) -> int:
+def purge(session: Session, address: Address, policy: int, tell_dead: TellDead) -> int:
     group = _delivery.group_of(session, address)
-    swept(session, address, dead.extend)
+    swept(session, address, tell_dead)
     count = _delivery.waiting_in(session.tx, group)
     if count:
         session.append([_records.pack_purge(group.gid)], policy)

@@ -21,6 +21,7 @@ from ._delivery import (
     GoneError,
     Lease,
     Taken,
+    TellDead,
     backoff_us,
     begin_group,
     place,
@@ -306,7 +307,7 @@ def sweep_all(
     tx: Tx,
     group: GroupState,
     retry: RetryPolicy,
-    tell_dead: Callable[[list[int]], None] | None,
+    tell_dead: TellDead | None,
 ) -> None:
     """`sweep`, for who counts: all of it. Where that is much it raises MoreEnded, and the rest is
     judged when the operation is run anew; so nothing may have been appended before. `tell_dead` is

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import _putting
 from ._delivery import Address
-from ._handle import deadline_of
 from ._message import Message, pack_result
 from ._options import check_name
+from ._pending import deadline_of
 from ._putting import NoRoom
 from ._records import group_id
 from ._session import BATCH
@@ -25,6 +25,7 @@ from .errors import ClosedError
 
 if TYPE_CHECKING:
     from ._delivery import Encoded, Lease
+    from ._engine import Engine
     from ._wake import Waiter
     from .queue import Queue
 
@@ -113,7 +114,38 @@ class Transaction:
     ) -> None:
         self._over = True
         if error is None:
-            self.ids = _commit(self._queue, self._acks, self._puts, self._block, self._timeout)
+            self.ids = self._commit()
+
+    def _commit(self) -> list[str]:
+        queue = self._queue
+        engine = queue._writable()
+        what = self._what(engine)
+        until_s = deadline_of(self._block, self._timeout)
+        try:
+            ids = self._try_commit(engine, what)
+        except NoRoom as error:
+            attempt = functools.partial(self._try_commit, engine, what)
+            ids = queue._once_room(engine, until_s, attempt, error)
+        if queue._policy == BATCH:
+            queue._flush_later(engine, len(self._puts))
+        return ids
+
+    def _try_commit(
+        self, engine: Engine, what: tuple[Any, ...], waiter: Waiter | None = None
+    ) -> list[str]:
+        """Do it all, or raise NoRoom with the waiter registered."""
+        return engine.execute(_putting.transact, waiter, *what)
+
+    def _what(self, engine: Engine) -> tuple[Any, ...]:
+        """What `_putting.transact` is given to do it all. Raises MessageTooLargeError."""
+        queue, puts = self._queue, self._puts
+        maxsizes = {}
+        if puts:
+            limit = engine.option("max_message_bytes")
+            _putting.check_size([message for _, message in puts], limit)
+            maxsizes = maxsizes_of(queue, puts)
+        tell_dead = functools.partial(remember_dead, queue)
+        return self._acks, puts, queue._policy, maxsizes, tell_dead
 
 
 def _address_of(queue: Queue, topic: str | None) -> Address:
@@ -143,35 +175,3 @@ def remember_dead(queue: Queue, topic: str, dead: list[int]) -> None:
         if other.topic == topic and other.group == queue.group and not other._closed:
             other._remember_dead(dead)
             return
-
-
-def _commit(
-    queue: Queue,
-    acks: list[tuple[Lease, bytes]],
-    puts: list[tuple[Address, Encoded]],
-    block: bool,
-    timeout: float | None,
-) -> list[str]:
-    engine = queue._writable()
-    _putting.check_size([message for _, message in puts], engine.option("max_message_bytes"))
-    maxsizes = maxsizes_of(queue, puts)
-    remember = functools.partial(remember_dead, queue)
-    until_s = deadline_of(block, timeout)
-    waiter: Waiter | None = None
-    may_reclaim = True
-    while True:
-        try:
-            ids = engine.execute(
-                _putting.transact, acks, puts, queue._policy, maxsizes, waiter, remember
-            )
-        except NoRoom as error:
-            waiter, may_reclaim = queue._no_room(engine, error, until_s, waiter, may_reclaim)
-            continue
-        except BaseException:
-            engine.waker.discard(waiter)
-            raise
-        if queue._policy == BATCH and (
-            until := engine.flush_later(queue._store._options, len(puts))
-        ):
-            engine.durable(until)
-        return ids

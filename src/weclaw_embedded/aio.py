@@ -24,7 +24,7 @@ from ._async_queue import AsyncQueue
 from ._delivery import Taken, Terms
 from ._dropin import LIFO, PRIORITY, Core, Item, StandIn
 from ._io import io_of
-from ._io_calls import PENDING, Call, Op, PutCall, TakeCall
+from ._io_calls import Call, Op, PutCall, TakeCall
 from ._putting import NoBytes, NoRoom
 from ._session import BATCH, OS, SYNC, Job, Session
 from ._wake import Waiter
@@ -109,7 +109,7 @@ class Queue(StandIn[T]):
             await io.wait(plain)
             return
         state: list[bool] = []
-        call = Op(loop, self._put, message, item, state, until_s=None, room=core, queue=core.queue)
+        call = Op(loop, self._put, message, state, until_s=None, room=core, queue=core.queue)
         call.unwanted = self._take_back
         self._putters[call] = state
         try:
@@ -122,23 +122,20 @@ class Queue(StandIn[T]):
         session: Session,
         waiter: Waiter | None,
         message: tuple[bytes, Terms],
-        item: T,
         state: list[bool],
     ) -> list[str]:
         core = self._core
-        id = core.put(session, waiter, message, item, core.queue._policy, core.limit)
+        ids = core.put(session, (waiter, message, core.queue._policy, core.limit))
         state.append(True)
-        return [id]
+        return ids
 
     def _take_back(self, ids: list[str]) -> None:
         """The task was cancelled while its item was written: out with it, if nobody has it."""
         queue = self._core.queue
 
         def cancel(session: Session, waiter: Waiter | None) -> None:
-            dead: list[int] = []
             for id in ids:
-                _queries.cancel(session, queue._address, id, OS, dead)
-            queue._remember_dead(dead)
+                _queries.cancel(session, queue._address, id, OS, queue._remember_dead)
 
         with contextlib.suppress(ClosedError):
             io_of(self._core.engine).submit(Op(None, cancel))
@@ -154,7 +151,7 @@ class Queue(StandIn[T]):
         engine = core.engine
         # Promised to be written, not synced: so whoever gets need not wait for the sync.
         policy = min(BATCH, core.queue._policy)
-        job = Job(core.put, None, core.encode(item), item, policy, core.limit)
+        job = Job(core.put, (None, core.encode(item), policy, core.limit))
         tail = engine.execute_many([job])
         if isinstance(job.error, NoBytes) and engine.make_room():
             tail = engine.execute_many([job])
@@ -254,15 +251,12 @@ class Queue(StandIn[T]):
             while core.engine.execute(core.unfinished):
                 await asyncio.sleep(LOOK_AGAIN_S)  # who only looks is woken by nobody
             return
-        call = Op(asyncio.get_running_loop(), self._join, until_s=None, queue=core.queue)
+        call = Op(asyncio.get_running_loop(), core.all_done, until_s=None, queue=core.queue)
         self._joiners.add(call)
         try:
             await io_of(core.engine).wait(call)
         finally:
             self._joiners.discard(call)
-
-    def _join(self, session: Session, waiter: Waiter) -> Any:
-        return PENDING if self._core.unfinished(session, waiter) else None
 
     def _finish_joins(self) -> None:
         for call in list(self._joiners):

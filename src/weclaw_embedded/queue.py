@@ -8,18 +8,18 @@ after the lock is given back; everything between is an operation of `_delivery` 
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _codecs, _delivery, _putting, _queries, _taking, _values
 from ._asking import Asking
-from ._delivery import Address, Encoded, Lease, Terms, new_waiter
+from ._delivery import Address, Encoded, Lease, Terms
 from ._engine import Engine
-from ._handle import Holder, check_text, deadline_of, us_until
+from ._handle import Holder, check_text, us_until
 from ._message import Bodied, Message, messages_of
 from ._options import (
     UNSET,
@@ -30,17 +30,16 @@ from ._options import (
     check_seconds,
     queue_options,
 )
-from ._putting import NoBytes, NoRoom
+from ._pending import deadline_of, is_over, look_at
+from ._putting import NoRoom
 from ._records import MAX_DELIVER, group_id
 from ._session import BATCH, POLICIES
-from ._shared import SETTLED
 from ._transaction import Transaction
 from ._wake import Waiter
 from .dlq import DeadLetterQueue
 from .errors import (
     ClosedError,
     CorruptError,
-    Full,
     MessageTooLargeError,
     SerializationError,
 )
@@ -54,7 +53,6 @@ M = TypeVar("M", bound=Message)
 
 MAX_ID_BYTES: Final = 1024
 MAX_KEY_BYTES: Final = 65536
-_LOOK_FOR_ROOM_S: Final = 0.5
 
 
 class Put:
@@ -363,70 +361,30 @@ class Queue(Asking):
         engine = self._writable()
         _putting.check_size(messages, engine.option("max_message_bytes"))
         until_s = None if block is True and timeout is None else deadline_of(block, timeout)
-        waiter: Waiter | None = None
-        may_reclaim = True  # settled space is freed before anything is refused
-        while True:
-            try:
-                ids = engine.run_together(
-                    _putting.put_by,
-                    (
-                        self._address,
-                        messages,
-                        self._policy,
-                        self.maxsize,
-                        waiter,
-                        self._remember_dead,
-                    ),
-                )
-            except NoRoom as error:
-                waiter, may_reclaim = self._no_room(engine, error, until_s, waiter, may_reclaim)
-                continue
-            except BaseException:
-                engine.waker.discard(waiter)
-                raise
-            if self._policy == BATCH and (
-                until := engine.flush_later(self._store._options, len(ids))
-            ):
-                engine.durable(until)
-            return ids
-
-    def _no_room(
-        self,
-        engine: Engine,
-        error: NoRoom,
-        until_s: float | None,
-        waiter: Waiter | None,
-        may_reclaim: bool,
-    ) -> tuple[Waiter | None, bool]:
-        """Make room, or wait for it. What to try again with: a waiter to be registered, and whether
-        settled space may be freed then. Raises Full when the time is over.
-        """
         try:
-            if isinstance(error, NoBytes) and may_reclaim and engine.make_room():
-                return waiter, False
-            if until_s == 0.0 or (until_s is not None and time.monotonic() >= until_s):
-                raise Full(str(error)) from None
-            # Only now: most puts find room. What happened before it was registered is seen by the
-            # next look, which is made before sleeping.
-            if waiter is None:
-                return new_waiter(SETTLED), may_reclaim
-            # Room also comes of itself, when a message runs out.
-            look_s = time.monotonic() + _LOOK_FOR_ROOM_S
-            self._sleep(engine, waiter, look_s if until_s is None else min(look_s, until_s))
-            return None, True
-        except BaseException:
-            engine.waker.discard(waiter)
-            raise
+            ids = self._try_put(engine, messages)
+        except NoRoom as error:
+            attempt = partial(self._try_put, engine, messages)
+            ids = self._once_room(engine, until_s, attempt, error)
+        if self._policy == BATCH:
+            self._flush_later(engine, len(ids))
+        return ids
+
+    def _try_put(
+        self, engine: Engine, messages: Sequence[Encoded], waiter: Waiter | None = None
+    ) -> list[str]:
+        """Put, or raise NoRoom with the waiter registered."""
+        return engine.run_together(
+            _putting.put,
+            (self._address, messages, self._policy, self.maxsize, waiter, self._remember_dead),
+        )
 
     def cancel(self, id: str) -> bool:
         """Take a message out of every group. False if it is unknown, or any group holds it or has
         settled it; then nothing is changed.
         """
-        dead: list[int] = []
-        id = check_text("id", id)
-        done = self._change(_queries.cancel, self._address, id, self._policy, dead)
-        self._remember_dead(dead)
-        return done
+        what = (self._address, check_text("id", id), self._policy, self._remember_dead)
+        return self._change(_queries.cancel, *what)
 
     # -- get ---------------------------------------------------------------------------------------
 
@@ -497,11 +455,11 @@ class Queue(Asking):
                 if waiter is None:
                     engine.settle_left()
                     raise _taking.nothing_ready(self._address, taken.paused)
-                self._sleep(engine, waiter, self._wake_at(engine, taken.look_again_us, until_s))
+                self._sleep(engine, waiter, look_at(engine, taken.look_again_us), until_s)
             except BaseException:
                 engine.waker.discard(waiter)
                 raise
-            waiter = Waiter() if until_s is None or time.monotonic() < until_s else None
+            waiter = None if is_over(until_s) else Waiter()
 
     def _visibility(self, given: float | Unset | None) -> float | None:
         if given is UNSET:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import os
 import threading
-import time
+from functools import partial
 from typing import Any, TypeVar
 
 from . import _dropin, errors
 from ._delivery import Taken, new_waiter
 from ._dropin import LIFO, PRIORITY, Core, StandIn
-from ._handle import deadline_of
+from ._pending import deadline_of, is_over, look_at
 from ._putting import NoRoom
 from ._session import BATCH, Session
-from ._shared import READY, SETTLED
-from ._wake import Waiter
-from .errors import ClosedError
+from ._shared import READY
 
 __all__ = ["Empty", "Full", "LifoQueue", "PriorityQueue", "Queue", "ShutDown"]
 
@@ -58,7 +56,7 @@ class Queue(StandIn[T]):
 
     def __init__(self, maxsize: float = 0, *, path: str | os.PathLike[str], **options: Any) -> None:
         self._core = Core(self._kind, maxsize, path, options)
-        self._joiners: set[Waiter] = set()
+        self._joiners: set[object] = set()
 
     def __repr__(self) -> str:
         core = self._core
@@ -94,36 +92,18 @@ class Queue(StandIn[T]):
         if core.is_shutdown:
             raise _dropin.shut_down()
         message = core.encode(item)
-        policy = core.queue._policy
-        waiter: Waiter | None = None
-        may_reclaim = True
-        while True:
-            engine = core.engine
-            try:
-                engine.execute(core.put, waiter, message, item, policy, core.limit)
-            except NoRoom as error:
-                waiter, may_reclaim = core.queue._no_room(
-                    engine, error, until_s, waiter, may_reclaim
-                )
-                continue
-            except BaseException:
-                engine.waker.discard(waiter)
-                raise
-            if policy == BATCH and (until := engine.flush_later(core.store._options, 1)):
-                engine.durable(until)
-            return
+        engine = core.writable
+        attempt = partial(core.try_put, engine, message)
+        try:
+            attempt(None)
+        except NoRoom as error:
+            core.queue._once_room(engine, until_s, attempt, error)
+        if core.queue._policy == BATCH:
+            core.queue._flush_later(engine, 1)
 
     def put_nowait(self, item: T) -> None:
         """`put` that raises `Full` instead of waiting for room."""
         self.put(item, block=False)
-
-    def _sleep(self, waiter: Waiter, until_s: float | None) -> None:
-        core = self._core
-        engine = core.engine
-        engine.wait(waiter, until_s)
-        if core.closed:
-            engine.stop_waiting()
-            raise ClosedError("the queue was closed while this call waited; nothing was changed")
 
     # -- get -------------------------------------------------------------------------------------
 
@@ -136,8 +116,7 @@ class Queue(StandIn[T]):
         until_s = deadline_of(bool(block), timeout if block else None)
         while True:
             engine = core.writable
-            over = until_s is not None and time.monotonic() >= until_s
-            waiter = None if over else new_waiter(READY)
+            waiter = None if is_over(until_s) else new_waiter(READY)
             taken: Taken | None = None
             try:
                 taken = engine.execute(core.look, 1, None, waiter)
@@ -153,7 +132,7 @@ class Queue(StandIn[T]):
                     if engine.execute(core.waiting) and engine.settle_promises():
                         continue  # it only waited for a sync
                     raise _dropin.shut_down() if core.is_shutdown else core.nothing()
-                self._sleep(waiter, core.queue._wake_at(engine, taken.look_again_us, until_s))
+                core.queue._sleep(engine, waiter, look_at(engine, taken.look_again_us), until_s)
             except BaseException:
                 engine.waker.discard(waiter)
                 if taken is not None:
@@ -173,25 +152,17 @@ class Queue(StandIn[T]):
         """
         core = self._core
         if self._task_done(threading.current_thread(), core.engine.execute) == 0:
-            self._finish_joins()
+            core.engine.waker.wake_all()
 
     def join(self) -> None:
         """Wait until nothing is unfinished."""
         core = self._core
-        while True:
-            waiter = new_waiter(SETTLED)
-            engine = core.engine
-            try:
-                self._joiners.add(waiter)
-                if not engine.execute(core.unfinished, waiter):
-                    return
-                self._sleep(waiter, None)
-            finally:
-                self._joiners.discard(waiter)
-                engine.waker.discard(waiter)
-
-    def _finish_joins(self) -> None:
-        self._core.engine.waker.wake(list(self._joiners))
+        joiner = object()
+        try:
+            self._joiners.add(joiner)
+            core.queue._once_settled(core.engine, None, core.all_done)
+        finally:
+            self._joiners.discard(joiner)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -206,7 +177,6 @@ class Queue(StandIn[T]):
 
         core.engine.execute(shut)
         core.engine.waker.wake_all()
-        self._finish_joins()
 
 
 class PriorityQueue(Queue[T]):

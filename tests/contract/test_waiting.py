@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import threads
 
 AT_ONCE = weclaw.RetryPolicy(max_retries=0)
 HOWS = ["expires", "lapses"]
@@ -54,6 +55,39 @@ def test_who_joins_sees_the_last_one_die(open_queue, how):
     q = open_queue(retry=AT_ONCE)
     one_that_ends_by_itself(q, how)
     assert ends(q.join) is True
+
+
+@pytest.mark.parametrize("how", ["put", "put_many", "transaction", "stand-in"])
+def test_who_found_room_at_last_waits_no_more(path, open_queue, monkeypatch, how):
+    """Also where space was freed only when it was about to wait: nobody is woken for it later."""
+    q = open_queue(max_bytes=1 << 20, segment_bytes=65536, flush="os")
+    with pytest.raises(weclaw.Full):
+        while True:
+            q.put(bytes(20_000), block=False)
+    for msg in q.get_many(100):
+        msg.ack()  # retention holds it
+    engine = q._store._engine
+    make_room, asked = engine.make_room, []
+
+    def make_room_when_asked_again():
+        asked.append(1)
+        return len(asked) > 1 and make_room()
+
+    monkeypatch.setattr(engine, "make_room", make_room_when_asked_again)
+    if how == "put":
+        q.put(bytes(20_000), timeout=20)
+    elif how == "put_many":
+        q.put_many([bytes(20_000)], timeout=20)
+    elif how == "transaction":
+        with q.transaction(timeout=20) as tx:
+            tx.put(bytes(20_000))
+    else:
+        stand_in = threads.Queue(path=path)
+        stand_in.put(bytes(20_000), timeout=20)
+        stand_in.close()
+    assert len(asked) == 2
+    assert not engine.waker._waiters
+    assert q.qsize() == 1
 
 
 def test_who_waits_for_room_gets_that_of_one_that_ran_out(open_queue):
