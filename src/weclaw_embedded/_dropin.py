@@ -256,13 +256,20 @@ class Core:
         group = self.queue._swept(session)
         return 0 if group is None else _delivery.waiting_in(session.tx, group)
 
-    def unfinished(self, session: Session, waiter: Waiter | None = None) -> int:
-        """What `join` waits for; with some left the waiter is registered."""
+    def unfinished(
+        self, session: Session, waiter: Waiter | None = None, *, is_judged: bool = False
+    ) -> int:
+        """What `join` waits for; with some left the waiter is registered. `is_judged`: what ended by
+        itself was, in this turn.
+        """
         if self.immediate:
             left = len(self.out)
             tid = -1
         else:
-            group = self.queue._swept(session)
+            queue = self.queue
+            group = (
+                _delivery.seen_by(session, queue._address) if is_judged else queue._swept(session)
+            )
             left = 0
             if group is not None:
                 left = _delivery.unfinished_in(session.tx, group)
@@ -467,12 +474,15 @@ class StandIn(_Generic[T]):
     def _done(self, session: Session, done: Done) -> int:
         """Settle what a `task_done` has found, or count it; how many are left for who joins."""
         core = self._core
-        if not (done.items or done.is_counted):
-            if core.unfinished(session) <= 0:
+        has_none = not (done.items or done.is_counted)
+        # Before anything is settled: that is not to be done anew where much has ended.
+        left = core.unfinished(session) if has_none or self._joiners else -1
+        if has_none:
+            if left <= 0:
                 raise ValueError("task_done() called too many times")
             core.count(done)
         core.settle(session, done)
-        return core.unfinished(session) if self._joiners else -1
+        return core.unfinished(session, is_judged=True) if self._joiners else -1
 
     def close(self) -> None:
         """Give the file back now; items that were got and not settled are there for the next."""

@@ -337,9 +337,10 @@ class Takes:
 class Turn:
     """What one turn runs, and who is answered after it."""
 
-    __slots__ = ("answers", "blocked", "jobs", "owners", "short", "takes")
+    __slots__ = ("again", "answers", "blocked", "jobs", "owners", "short", "takes")
 
     def __init__(self) -> None:
+        self.again: list[Call] = []  # to be run in the next turn, before those that came later
         self.jobs: list[Job] = []
         self.owners: list[list[Call] | Takes] = []
         self.takes: list[Takes] = []

@@ -45,7 +45,7 @@ from ._io_calls import (
 )
 from ._pending import LOOK_FOR_ROOM_S, PENDING, Pending, look_at
 from ._putting import NoBytes, NoRoom
-from ._session import BATCH, Job, Session
+from ._session import BATCH, Job, MoreEnded, Session
 from ._shared import FAILED, SYNC_HIGH
 from ._waiting import DEATH_CHECK_S
 from ._wake import Waiter
@@ -227,10 +227,14 @@ class Turns:
                 self._undone(job, error)
             return 0
         tail = 0
+        left: BaseException | None = None
         for job in jobs:
-            self._undone(job, None)
+            self._undone(job, left)
             job.must_sync = False
-            tail = max(tail, self._execute([job]))
+            if left is None:
+                tail = max(tail, self._execute([job]))
+                if isinstance(job.error, MoreEnded):
+                    left = job.error  # also of those behind it, which stay there
         return tail
 
     def _undone(self, job: Job, error: BaseException | None) -> None:
@@ -247,6 +251,8 @@ class Turns:
                 self._after_take(turn, job, owner, tail)
             else:
                 self._after_op(turn, job, owner, to_sync)
+        if turn.again:
+            self._inbox.extendleft(reversed(turn.again))
         if to_sync:
             with self._lock:
                 self._to_sync.extend(to_sync)
@@ -254,20 +260,12 @@ class Turns:
 
     def _after_op(self, turn: Turn, job: Job, calls: list[Call], to_sync: list[Call]) -> None:
         error = job.error
-        if error is not None and len(calls) > 1:
-            # One of them may be the reason: each is told its own.
-            for call in reversed(calls):
-                call.merges = None
-                self._inbox.appendleft(call)
+        if error is not None and self._runs_again(turn, error, calls):
             return
         result = job.result
         if len(calls) == 1:
             call = calls[0]
             assert isinstance(call, Op)
-            if isinstance(error, NoRoom):
-                call.merges = None
-                self._inbox.appendleft(call)
-                return
             if result is MAKE_ROOM:
                 turn.short.append(call)
                 return
@@ -307,9 +305,31 @@ class Turns:
             call.puts = job.puts
         (to_sync if must_sync and error is None else turn.answers).extend(calls)
 
+    def _runs_again(self, turn: Turn, error: BaseException, calls: list[Call]) -> bool:
+        """Whether calls that came to nothing are run in another turn; then they are seen to."""
+        if isinstance(error, MoreEnded):
+            for call in calls:
+                if call.merges is None and call.until_s != 0.0:
+                    # It may have waited, for a time, and before others.
+                    self._park(cast("Op", call))
+                    self._look_settled = True
+                else:
+                    turn.again.append(call)
+            return True
+        if len(calls) > 1 or isinstance(error, NoRoom):
+            # One of them may be the reason: each is told its own.
+            for call in calls:
+                call.merges = None
+            turn.again += calls
+            return True
+        return False
+
     def _after_take(self, turn: Turn, job: Job, takes: Takes, tail: int) -> None:
         calls = takes.calls
         if job.error is not None:
+            if isinstance(job.error, MoreEnded):
+                self._look_ready = True  # in the next turn
+                return
             for call in calls:
                 call.error = copy_of(job.error)
                 call.over = True

@@ -98,7 +98,6 @@ class Session:
     pokes: Sequence[tuple[bytes, Sequence[int]]] = ()  # kinds and slots of all who are woken
     shares_sync = False  # another process is at one, and may do the next, too
     may_make_room = True  # where the disk is full
-    may_pause = True  # its operation may raise MoreEnded
     is_long = False  # the disk is to begin with it at once; then not `is_plain`
     # Makes the rest of the operation's result, while the disk works; then not `is_plain`.
     answer: Callable[[], Any] | None = None

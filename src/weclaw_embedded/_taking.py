@@ -318,7 +318,7 @@ def sweep_all(
     dead: list[int] = []
     try:
         while sweep(session, tx, group, retry, _clock.monotonic_ns(), dead, _MANY):
-            if writes and session.may_pause:
+            if writes:
                 raise MoreEnded
     finally:
         if writes and dead and tell_dead is not None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 from typing_extensions import TypeVarTuple, Unpack
 
 from ._index import IndexFullError
-from ._session import Job, Session
+from ._session import Job, MoreEnded, Session
 from ._shared import REPLICATION, SharedPage
 from .errors import DiskFullError
 
@@ -34,6 +34,8 @@ Args = TypeVarTuple("Args")
 
 # Operations of other threads that one runs with his own.
 _MOST_JOBS: Final = 64
+# With these nothing of a job was done: whose it is runs it anew, alone.
+_NOT_DONE: Final = (DiskFullError, MoreEnded)
 # Nobody is kept for longer from his turn by one who leads and waits for the replica.
 _HOLD_S: Final = 0.1
 
@@ -108,7 +110,7 @@ class Together:
                 self._pass_on()
         if job.leads:
             self._lead(job)
-        if job.tail is None or isinstance(job.error, DiskFullError):
+        if job.tail is None or isinstance(job.error, _NOT_DONE):
             return self.run(operation, what)
         if job.error is not None:
             raise job.error
@@ -169,7 +171,8 @@ class Together:
     def execute_many(self, jobs: Sequence[Job]) -> int:
         """Run several operations in one turn: one write, one index transaction. Each gets its own
         result or error. Does not sync: jobs with `must_sync` are durable once
-        `durable(returned offset)` has returned.
+        `durable(returned offset)` has returned. A job with the error MoreEnded, and all behind it,
+        were not done: they are to be run again.
 
         Raises what makes the whole turn fail; then none of the jobs was done.
         """
@@ -184,6 +187,13 @@ class Together:
             tail = self._turn_of(full)
         return tail
 
+    def execute_now(self, job: Job) -> int:
+        """`execute_many` of one job, until it is done."""
+        while True:
+            tail = self.execute_many([job])
+            if not isinstance(job.error, MoreEnded):
+                return tail
+
     def _turn_of(self, jobs: Sequence[Job]) -> int:
         tail = self.turn(_run, jobs).tail
         for job in jobs:
@@ -194,7 +204,6 @@ class Together:
 
 def _run(session: Session, jobs: Sequence[Job]) -> Session:
     """The operation that runs these in its turn."""
-    session.may_pause = False  # what the others did is not to be done anew
     for job in jobs:
         session.must_sync = False
         job.error = None
@@ -202,6 +211,11 @@ def _run(session: Session, jobs: Sequence[Job]) -> Session:
             job.result = job.operation(session, *job.args)
         except IndexFullError:
             raise  # its transaction is over, with what the others did in it
+        except MoreEnded as more:
+            # What those before it did is not done anew; those behind it stay behind it.
+            for left in jobs[jobs.index(job) :]:
+                left.error = more
+            break
         except Exception as error:  # noqa: BLE001  each job's own, told to it
             job.error = error
         job.answer, session.answer = session.answer, None

@@ -152,9 +152,9 @@ class Queue(StandIn[T]):
         # Promised to be written, not synced: so whoever gets need not wait for the sync.
         policy = min(BATCH, core.queue._policy)
         job = Job(core.put, (None, core.encode(item), policy, core.limit))
-        tail = engine.execute_many([job])
+        tail = engine.execute_now(job)
         if isinstance(job.error, NoBytes) and engine.make_room():
-            tail = engine.execute_many([job])
+            tail = engine.execute_now(job)
         if isinstance(job.error, NoRoom):
             raise Full(str(job.error))
         if job.error is not None:
@@ -203,7 +203,7 @@ class Queue(StandIn[T]):
         while True:
             job = Job(self._look_now)
             try:
-                engine.execute_many([job])
+                engine.execute_now(job)
                 if job.error is not None:
                     raise job.error
                 taken, waiting = job.result

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.helpers.processes import Child
@@ -33,16 +35,19 @@ def holder_of(path, n, visibility_s=None):
 
 
 def all_end(q, how):
-    """Put messages, all of which are dead letters when this returns, with nobody having looked."""
+    """Put messages, all of which are dead letters when this returns, with nobody having looked.
+    Their ids.
+    """
     with pytest.raises(weclaw.Empty):
         q.get(block=False)
-    q.put_many([weclaw.Put(n, ttl=0.2 if how == "expires" else None) for n in range(N)])
+    ids = q.put_many([weclaw.Put(n, ttl=0.2 if how == "expires" else None) for n in range(N)])
     if how == "lapses":
         assert len(q.get_many(N, visibility_timeout=0.2)) == N
     if how == "dies":
         holder_of(q.store.path, N).kill()
-        return
-    time.sleep(0.25)
+    else:
+        time.sleep(0.25)
+    return ids
 
 
 QUESTIONS = {
@@ -105,6 +110,23 @@ def test_what_is_judged_at_once_is_not_one_frame(open_queue, monkeypatch):
     assert [len(frame.records) for frame in frames] == [7, 7, 6, 7, 7, 6, 7, 3]
 
 
+@contextlib.contextmanager
+def turns_that_write(monkeypatch):
+    """How much each turn writes that writes anything."""
+    turns = []
+    finish = Session.finish
+
+    def counted(self):
+        before = self.page.words[TAIL]
+        finish(self)
+        if self.page.words[TAIL] > before:
+            turns.append(self.page.words[TAIL] - before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "finish", counted)
+        yield turns
+
+
 @pytest.mark.parametrize(
     ("how", "question"),
     # What is in hands takes no room, and is not looked at for a put.
@@ -119,18 +141,9 @@ def test_others_have_the_lock_in_between(open_queue, monkeypatch, how, question)
     told = []
     q = open_queue(retry=AT_ONCE, maxsize=N, flush="os", on_dead=lambda letter: told.append(letter))
     all_end(q, how)
-    judged = []
-    finish = Session.finish
-
-    def counted(self):
-        before = self.page.words[TAIL]
-        finish(self)
-        judged.append(self.page.words[TAIL] > before)
-
-    monkeypatch.setattr(Session, "finish", counted)
-    assert QUESTIONS[question](q)
-    monkeypatch.undo()
-    assert sum(judged) >= N // 500
+    with turns_that_write(monkeypatch) as turns:
+        assert QUESTIONS[question](q)
+    assert len(turns) >= N // 500
     assert eventually(lambda: len(told) == N)
     assert len({letter.id for letter in told}) == N
 
@@ -248,3 +261,114 @@ def test_what_a_turn_that_came_to_nothing_has_judged_is_judged_again(path):
             with pytest.raises(ZeroDivisionError):
                 q.store._engine.execute(fail)
         assert q.stats()[:4] == (100, 0, 0, 0)
+
+
+async def result(q, id):
+    with pytest.raises(weclaw.DeadLetterError):
+        await q.result(id)
+    return True
+
+
+async def transaction(q, id):
+    async with q.transaction() as tx:
+        for n in range(N):
+            tx.put(n)
+    return tx.ids
+
+
+ON_LOOPS = {
+    "result": result,
+    "join": lambda q, _: q.join(),
+    "put_many": lambda q, _: q.put_many(range(N)),
+    "transaction": transaction,
+}
+COUNTING = [(how, call) for how in HOW for call in ("result", "join")]
+
+
+@pytest.mark.parametrize(
+    # What is in hands takes no room, and is not looked at for a put.
+    ("how", "call"),
+    COUNTING + [("expires", call) for call in ON_LOOPS if call not in ("result", "join")],
+)
+def test_what_tasks_wait_for_is_judged_in_turns_too(path, monkeypatch, how, call):
+    """Those of the thread that serves them; each letter is told of once."""
+    monkeypatch.setattr(_taking, "_MANY", 500)
+    told = []
+    options = {"retry": AT_ONCE, "maxsize": N, "flush": "os"}
+
+    async def run():
+        async with weclaw.AsyncQueue(path, on_dead=told.append, **options) as tasks:
+            q = weclaw.Queue(path, **options)
+            ids = all_end(q, how)
+            with turns_that_write(monkeypatch) as turns:
+                assert await ON_LOOPS[call](tasks, ids[0])
+            assert len(turns) >= N // 500
+            q.close()
+
+    asyncio.run(run())
+    assert len(told) == N
+    assert len({letter.id for letter in told}) == N
+
+
+DROP_INS = {
+    "put": lambda q: q.put_nowait("more"),
+    "get": lambda q: q.get_nowait(),
+    "qsize": lambda q: q.qsize(),
+    "task_done": lambda q: q.task_done(),
+}
+
+
+@pytest.mark.parametrize("kind", [aio, threads])
+@pytest.mark.parametrize("call", DROP_INS)
+def test_what_a_drop_in_judges_it_judges_in_turns_too(path, monkeypatch, kind, call):
+    """Those that answer at once as well; what they did themselves is done once."""
+    monkeypatch.setattr(_taking, "_MANY", 500)
+    monkeypatch.setattr(_taking, "_FEW", 100)
+
+    async def run():
+        items = kind.Queue(N + 1, path=path, retry=AT_ONCE)
+        items.put_nowait("got")
+        assert items.get_nowait() == "got"
+        items.put_nowait("left")
+        with weclaw.Queue(path, flush="os") as q:
+            q.put_many([weclaw.Put(n, ttl=0.2) for n in range(N)])
+        time.sleep(0.25)
+        with turns_that_write(monkeypatch) as turns:
+            DROP_INS[call](items)
+            assert items.qsize() == {"put": 2, "get": 0}.get(call, 1)
+        assert len(turns) >= N // 500
+        assert items.unfinished_tasks == {"put": 3, "task_done": 1}.get(call, 2)
+        items.close()
+
+    asyncio.run(run())
+
+
+def test_puts_stay_in_order_behind_one_that_judges(path, monkeypatch):
+    """Those of other tasks that came after it are not before it, in whatever turn it ends."""
+    monkeypatch.setattr(_taking, "_MANY", 100)
+
+    async def run():
+        async with weclaw.AsyncQueue(path, maxsize=N, flush="os", retry=AT_ONCE) as tasks:
+            with weclaw.Queue(path, flush="os") as q:
+                all_end(q, "expires")
+            waits = [{"timeout": 60}, {}]
+            puts = (tasks.put_many([n] * 200, **waits[n % 2]) for n in range(12))
+            await asyncio.gather(*puts)
+            found = [msg.body for msg in await tasks.get_many(N)]
+            assert found == [n for n in range(12) for _ in range(200)]
+
+    asyncio.run(run())
+
+
+def test_threads_that_put_together_judge_in_turns_too(path, monkeypatch):
+    """One that finds much that ended takes turns of its own for it; each puts once."""
+    monkeypatch.setattr(_taking, "_MANY", 100)
+    with weclaw.Queue(path, maxsize=N, flush="os", retry=AT_ONCE) as q:
+        all_end(q, "expires")
+        with turns_that_write(monkeypatch) as turns, ThreadPoolExecutor(8) as pool:
+            ids = [*pool.map(lambda n: q.put_many([n] * 300), range(8))]
+        assert len(turns) >= N // 100
+        assert len({id for some in ids for id in some}) == 2400
+        assert sorted(msg.body for msg in q.get_many(N)) == [
+            n for n in range(8) for _ in range(300)
+        ]
