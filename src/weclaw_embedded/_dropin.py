@@ -259,8 +259,8 @@ class Core:
     def unfinished(
         self, session: Session, waiter: Waiter | None = None, *, is_judged: bool = False
     ) -> int:
-        """What `join` waits for; with some left the waiter is registered. `is_judged`: what ended by
-        itself was, in this turn.
+        """What `join` waits for; with some left the waiter is registered. `is_judged`: what ended
+        by itself was, in this turn.
         """
         if self.immediate:
             left = len(self.out)
