@@ -64,7 +64,7 @@ LAYERS = [
     ["_message"],
     ["dlq", "_survey"],
     ["_handle"],
-    ["_asking", "_transaction"],
+    ["_asking", "_transaction", "_encoding"],
     ["queue"],
     ["_store"],
     ["replica"],

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from . import _putting, _taking
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._delivery import Lease, Taken
+from ._encoding import check_many
 from ._engine import Engine
 from ._handle import check_text
 from ._io import Io, io_of
@@ -37,7 +38,7 @@ from ._queries import Outcome, Stats
 from ._session import Session
 from ._wake import Waiter
 from .errors import ClosedError, CorruptError, DeadLetterError, Empty, StoreFailedError
-from .queue import Queue, check_many
+from .queue import Queue
 
 if TYPE_CHECKING:
     from ._message import Message
@@ -179,7 +180,7 @@ class AsyncQueue:
         `Queue.put` for the arguments and what is raised.
         """
         queue = self._queue
-        data, terms = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
+        data, terms = queue._encoder.one(body, id, key, priority, delay, eta, ttl, headers)
         until_s = None if block is True and timeout is None else deadline_of(block, timeout)
         engine = queue._writable()
         limit = engine.option("max_message_bytes")
@@ -215,9 +216,9 @@ class AsyncQueue:
             queue._engine  # noqa: B018  a closed queue says so
             return []
         messages = (
-            queue._encode_many(many)
+            queue._encoder.many(many)
             if len(many) < _MANY
-            else await in_pool(queue._encode_many, many)
+            else await in_pool(queue._encoder.many, many)
         )
         engine = queue._writable()
         n_bytes = _putting.check_size(messages, engine.option("max_message_bytes"))

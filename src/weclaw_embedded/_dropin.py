@@ -176,7 +176,7 @@ class Core:
     # -- put and take, under the write lock ------------------------------------------------------
 
     def encode(self, item: Any) -> tuple[bytes, Terms]:
-        data, terms = self.queue._encode(item)
+        data, terms = self.queue._encoder.one(item)
         limit = self.writable.option("max_message_bytes")
         if len(data) > limit:
             _putting.check_size([([data], terms)], limit)

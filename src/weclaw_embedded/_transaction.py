@@ -82,7 +82,7 @@ class Transaction:
         known when the block has ended: then all of them are in `ids`, and until then it is None.
         """
         queue = self._queue
-        data, terms = queue._encode(body, id, key, priority, delay, eta, ttl, headers)
+        data, terms = queue._encoder.one(body, id, key, priority, delay, eta, ttl, headers)
         address = _address_of(queue, topic)
         self._check_open()
         self._puts.append((address, ([data], terms)))

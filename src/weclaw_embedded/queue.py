@@ -1,8 +1,9 @@
 """`Queue`: one topic of one file, seen by one consumer group.
 
 Role: the names a user meets, and how messages are put and taken; what is asked besides is
-`_asking`'s. Arguments are checked and bodies encoded here, before any lock; waiting happens here,
-after the lock is given back; everything between is an operation of `_delivery` or `_queries`.
+`_asking`'s. Arguments are checked and bodies encoded (`_encoding`) before any lock; waiting
+(`_pending`) happens after the lock is given back; everything between is an operation of `_putting`,
+`_taking` or `_queries`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _codecs, _delivery, _putting, _queries, _taking, _values
+from . import _delivery, _putting, _queries, _taking
 from ._asking import Asking
-from ._delivery import Address, Encoded, Lease, Terms
+from ._delivery import Address, Encoded, Lease
+from ._encoding import Encoder
 from ._engine import Engine
-from ._handle import Holder, check_text, us_until
-from ._message import Bodied, Message, messages_of
+from ._handle import Holder, check_text
+from ._message import Message, messages_of
 from ._options import (
     UNSET,
     QueueOptions,
@@ -40,8 +42,6 @@ from .dlq import DeadLetterQueue
 from .errors import (
     ClosedError,
     CorruptError,
-    MessageTooLargeError,
-    SerializationError,
 )
 
 if TYPE_CHECKING:
@@ -50,46 +50,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
-
-MAX_ID_BYTES: Final = 1024
-MAX_KEY_BYTES: Final = 65536
-
-
-class Put:
-    """A message for `Queue.put_many`, with what `Queue.put` takes besides the body. What it says is
-    checked when it is put.
-    """
-
-    __slots__ = ("body", "delay", "eta", "headers", "id", "key", "priority", "ttl")
-
-    def __init__(
-        self,
-        body: Any,
-        *,
-        id: str | None = None,
-        key: str | None = None,
-        priority: int = 0,
-        delay: float = 0.0,
-        eta: datetime | None = None,
-        ttl: float | None = None,
-        headers: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.body = body
-        self.id = id
-        self.key = key
-        self.priority = priority
-        self.delay = delay
-        self.eta = eta
-        self.ttl = ttl
-        self.headers = headers
-
-    def __repr__(self) -> str:
-        given = (
-            f", {name}={getattr(self, name)!r}"
-            for name in ("id", "key", "priority", "delay", "eta", "ttl", "headers")
-            if getattr(self, name) not in (None, 0)
-        )
-        return f"Put({self.body!r}{''.join(given)})"
 
 
 class Queue(Asking):
@@ -174,8 +134,7 @@ class Queue(Asking):
         self.maxsize = options.maxsize
         self._visibility_s = options.visibility_timeout
         self._codec = store._options.codec
-        number, name, self._encode_body = _codecs.encoder(self._codec)
-        self._terms = Terms(number, name)
+        self._encoder = Encoder(store)
         self._policy = POLICIES[store._options.flush]
         self._holder = Holder(store)
         self._untold = {}
@@ -253,7 +212,7 @@ class Queue(Asking):
             SerializationError, MessageTooLargeError, Full, DiskFullError: nothing was written.
             StoreFailedError: in doubt; put again with the same `id` after opening again.
         """
-        data, terms = self._encode(body, id, key, priority, delay, eta, ttl, headers)
+        data, terms = self._encoder.one(body, id, key, priority, delay, eta, ttl, headers)
         return self._put([([data], terms)], block, timeout)[0]
 
     def put_nowait(self, body: Any, **options: Any) -> str:
@@ -267,95 +226,12 @@ class Queue(Asking):
 
         Waits until all of them have room. Raises as `put` does.
         """
-        check_many(bodies)
-        messages = self._encode_many(bodies)
+        messages = self._encoder.many(bodies)
         if not messages:
             deadline_of(block, timeout)  # refuses what makes no sense
             self._engine  # noqa: B018  a closed queue says so
             return []
         return self._put(messages, block, timeout)
-
-    def _encode_many(self, bodies: Iterable[Any]) -> Sequence[Encoded]:
-        """Bodies and `Put` objects, made ready to be put; nothing if there are none."""
-        encode, plain = self._encode_body, self._terms
-        if type(bodies) is list or type(bodies) is tuple:
-            many = [*bodies]  # whoever has the list may change it meanwhile
-            if not any(issubclass(kind, Put) for kind in {*map(type, many)}):
-                try:
-                    return [(_codecs.encode_many(encode, many), plain)] if many else []
-                except SerializationError as error:
-                    which = [n for n, one in enumerate(many) if _fails(encode, one)]
-                    if which:  # a codec of the user's own may not fail again
-                        _say_which(error, which[0])
-                    raise
-        # One after the other: whoever makes them may make each out of the one before.
-        messages: list[tuple[list[bytes], Terms]] = []
-        before: Terms | None = None
-        for n, one in enumerate(bodies):
-            try:
-                if isinstance(one, Put):
-                    data, terms = self._encode(
-                        *(one.body, one.id, one.key, one.priority, one.delay, one.eta, one.ttl),
-                        one.headers,
-                    )
-                else:
-                    data, terms = encode(one), plain
-            except (ValueError, TypeError, MessageTooLargeError) as error:
-                _say_which(error, n)
-                raise
-            if terms is before:
-                messages[-1][0].append(data)
-            else:
-                messages.append(([data], terms))
-                before = terms
-        return messages
-
-    def _encode(
-        self,
-        body: Any,
-        id: str | None = None,
-        key: str | None = None,
-        priority: int = 0,
-        delay: float = 0.0,
-        eta: datetime | None = None,
-        ttl: float | None = None,
-        headers: Mapping[str, Any] | None = None,
-    ) -> tuple[bytes, Terms]:
-        if isinstance(body, Put):  # pickle would take it, and what it says would not be done
-            raise SerializationError(
-                "a Put is no body; nothing was put; give it to put_many in a list, or give put "
-                "its body and what else it says"
-            )
-        data = self._encode_body(body)
-        plain = self._terms
-        if (
-            (id is None and key is None and eta is None and ttl is None and headers is None)
-            and (delay == 0 and priority == 0)
-            and (type(priority) is int and type(delay) is not bool)
-        ):
-            return data, plain
-        terms = Terms(plain.codec, plain.codec_name)
-        terms.plain = False
-        if id is not None:
-            terms.id = check_text("id", id, MAX_ID_BYTES)
-        if key is not None:
-            terms.key = check_text("key", key, MAX_KEY_BYTES)
-        if priority != 0 or type(priority) is not int:
-            terms.priority = check_count("priority", priority, 0, 9)
-        if delay != 0 or delay is False:
-            terms.delay_us = int(check_seconds("delay", delay) * 1e6)
-        if eta is not None:
-            if terms.delay_us:
-                raise ValueError("give either delay or eta; nothing was put")
-            terms.delay_us = us_until(eta)
-        if ttl is not None:
-            terms.ttl_us = int(check_seconds("ttl", ttl, positive=True) * 1e6)
-        if headers is not None:
-            if not isinstance(headers, Mapping):
-                raise TypeError(f"headers must be a dict, not {headers!r}; nothing was put")
-            terms.headers = _values.pack_value(dict(headers), "headers") if headers else None
-            _putting.check_headers(terms.headers, self._engine.option("max_message_bytes"))
-        return data, terms
 
     def _put(self, messages: Sequence[Encoded], block: bool, timeout: float | None) -> list[str]:
         engine = self._writable()
@@ -549,32 +425,6 @@ class Queue(Asking):
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             self._closed = True
             self._store._drop()
-
-
-# What can be iterated and is not meant to be, when several bodies are asked for.
-_NOT_MANY: Final = (str, bytes, bytearray, memoryview, Mapping, Put, Bodied)
-
-
-def _say_which(error: Exception, n: int) -> None:
-    """Of several messages, which one the error is about."""
-    error.args = (f"message {n} (the first is 0): {error}",)
-
-
-def _fails(encode: Callable[[Any], bytes], body: Any) -> bool:
-    try:
-        encode(body)
-    except SerializationError:
-        return True
-    return False
-
-
-def check_many(bodies: Any) -> None:
-    """Refuse what is not several bodies."""
-    if isinstance(bodies, _NOT_MANY) or not isinstance(bodies, Iterable):
-        raise TypeError(
-            f"put_many takes several bodies, not one {type(bodies).__name__}; nothing was put; "
-            "put a list of them, or use put"
-        )
 
 
 def _reopen(path: str, store: dict[str, Any], queue: dict[str, Any]) -> Queue:
