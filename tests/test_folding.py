@@ -30,7 +30,7 @@ def applied(engine: Any) -> int:
         tx.abort()
         return int(at)
 
-    return int(engine.turn(look))
+    return int(engine.run_once(look))
 
 
 @pytest.fixture
@@ -373,7 +373,7 @@ def test_processes_that_fold_in_turns_leave_what_one_would(path, tmp_path, seed,
                 session.tx.move_due(group, soon_us)
             session.tx._use_rows()  # so that LMDB gets all of it
 
-        engine.execute(level)
+        engine.run(level)
         index = Index.open(tmp_path / "anew", create=True)
         with engine._lock:
             tx = index.write()

@@ -337,7 +337,7 @@ def test_a_change_that_was_broken_off_at_any_call_is_done_or_is_not(
         with weclaw.Queue(path, flush="os") as q:  # by the log alone
             assert {id: q.status(id) for id in asked} == told, places
             assert q._store.verify() == []
-    assert {"run", "write_at"} <= set(places)
+    assert {"run_with", "write_at"} <= set(places)
 
 
 def wait_for(what: str, q: weclaw.Queue, id: str) -> None:

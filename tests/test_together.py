@@ -155,9 +155,9 @@ def test_an_index_without_room_under_one_job_leaves_nothing_out(open_queue):
 
     jobs = [Job(ack, msgs[0]), Job(fails), Job(ack, msgs[1])]
     with pytest.raises(weclaw.DiskFullError):
-        engine.execute_many(jobs)
+        engine.run_jobs(jobs)
     assert q.stats().leased == 2
-    engine.execute_many([jobs[0], jobs[2]])
+    engine.run_jobs([jobs[0], jobs[2]])
     assert [q.status(id) for id in ids] == ["done", "done", "ready"]
 
 

@@ -465,13 +465,13 @@ def test_who_waits_alone_is_told_when_another_process_comes(path: Path) -> None:
         _waiting.ALONE_CHECK_S = 3600.0
         q = weclaw.Queue(path)
         engine = q._store._engine
-        real = engine.run
+        real = engine.run_with
 
         def turn(operation, what):
             pipe.send(engine.look_every_s)
             return real(operation, what)
 
-        engine.run = turn
+        engine.run_with = turn
         with q.get() as msg:
             pipe.send(msg.body)
 
@@ -617,7 +617,7 @@ def test_a_commit_point_below_a_put_wakes_nobody_for_it(path):
             words[COMMIT] = tail
             return woken
 
-        assert len(q._engine.execute(ask)) == 1
+        assert len(q._engine.run(ask)) == 1
         q.put("x")
 
 

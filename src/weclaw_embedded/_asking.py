@@ -99,7 +99,7 @@ class Asking(Handle):
         except StoreFailedError as error:
             looker = engine.last_look(error)
             try:
-                return cast("Outcome", looker.execute(self._outcome, None, id))
+                return cast("Outcome", looker.run(self._outcome, None, id))
             except Empty:
                 if until_s == 0.0:
                     raise
@@ -284,7 +284,7 @@ class Asking(Handle):
         since_us = 0 if since is None else engine.now_us() - us_since(since)
         if start is not None and start < engine.log.head_offset:
             raise OffsetTrimmedError(engine.first_offset())
-        engine.execute(_delivery.group_of, self._address)
+        engine.run(_delivery.group_of, self._address)
         if wanted is not None:
             return self._replay_ids(wanted)
         return self._replay_from(engine, start, since_us, seen)
@@ -319,7 +319,7 @@ class Asking(Handle):
         seen: Callable[[int, int], None] | None,
     ) -> tuple[int, int]:
         """What can't be read is passed over, once a replica was asked for it."""
-        tid = engine.execute(lambda session: _delivery.topic_of(session, self.topic)[0])
+        tid = engine.run(lambda session: _delivery.topic_of(session, self.topic)[0])
         log = engine.log
         begin = log.head_offset if start is None else log.boundary_before(start)
         end = engine.page.words[TAIL]

@@ -132,7 +132,7 @@ def write_now(
     which all must be synced for it to be durable (0: it need not be). The sync is begun.
     """
     job = Job(operation, *args)
-    tail = engine.execute_now(job)
+    tail = engine.run_job(job)
     if job.error is not None:
         raise job.error
     return job.result, _begin_sync(engine, queue, tail, job.must_sync)

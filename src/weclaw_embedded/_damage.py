@@ -49,7 +49,7 @@ class Damage:
     directory: str
     closed: bool
     timer: Timer
-    execute: Callable[..., Any]
+    run: Callable[..., Any]
     option: Callable[[str], Any]
     chose: Callable[..., bool]
     catch_up: Callable[..., None]
@@ -124,7 +124,7 @@ class Damage:
         `heal` does; one that can't be asked now is asked again later, by itself.
         """
         with self.healing:
-            while places := self.execute(_unanswered_places):
+            while places := self.run(_unanswered_places):
                 if self.heal_pause_s() > 0:
                     self._heal_soon(self._heal_again_s)
                     return
@@ -132,7 +132,7 @@ class Damage:
                 segments = sorted({place >> bits for place in places})
                 spans = [(n << bits, (n + 1) << bits) for n in segments]
                 if self._ask(spans, False):
-                    self.execute(_fold_anew)
+                    self.run(_fold_anew)
                 if self.heal_pause_s() <= 0:
                     self._answered.update(places)
 

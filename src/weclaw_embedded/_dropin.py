@@ -442,11 +442,11 @@ class StandIn(_Generic[T]):
     @property
     def unfinished_tasks(self) -> int:
         """How many items were put and not yet settled by `task_done`."""
-        return self._core.engine.execute(self._core.unfinished)
+        return self._core.engine.run(self._core.unfinished)
 
     def qsize(self) -> int:
         """How many items wait."""
-        return self._core.engine.execute(self._core.waiting)
+        return self._core.engine.run(self._core.waiting)
 
     def empty(self) -> bool:
         """True when none waits."""

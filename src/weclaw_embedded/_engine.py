@@ -7,6 +7,15 @@ wait for it. The one commit sentence, and the function that says each part of it
     (`Durability._sync_once`) -> answer (`Engine.run` returns); applying to the index is done
     in the same session when the index is open, else by whoever opens it next (`Session.tx`).
 
+Operations are run, under the lock and with the session of their turn, by one verb:
+
+    run           in a turn of its own, as durable as it asks when this returns; where the disk is
+                  full, space is freed and it is run again
+    run_with      the same, of one argument, which costs less than to hand on several
+    run_once      the same, with the space there is
+    run_together  `run_with`, in one turn and with one sync for all threads that come meanwhile
+    run_jobs      several in one turn, to each its own outcome; the caller has them synced
+
 A turn that does nothing but end a lease is the same without a session: `Holding.end`.
 
 Invariants:
@@ -244,7 +253,7 @@ class Engine(
         if self.recovery is not None:
             self._report(self.recovery)
         if opened.rebuild:
-            self.execute(lambda session: session.tx)
+            self.run(lambda session: session.tx)
         # Before anything can be given back.
         self.heal_met()
         self.log.is_at_rest = False
@@ -252,16 +261,16 @@ class Engine(
             self.page.share_unread(self.log.unread)
         if not self.page.words[REPLICATION] & (IS_COPY | IS_FENCED):
             if self.look_every_s < ALONE_CHECK_S:
-                self.execute(_tell_everybody)  # whoever waits is no longer alone
+                self.run(_tell_everybody)  # whoever waits is no longer alone
             self._look_for_space(self.page.words[TAIL])
 
     # -- sessions ------------------------------------------------------------------------------
 
-    def execute(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """`run`, of `operation(session, *args)`."""
-        return self.run(spread, (operation, args))
+    def run(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """`run_with`, of `operation(session, *args)`."""
+        return self.run_with(spread, (operation, args))
 
-    def run(self, operation: Callable[[Session, What], T], what: What) -> T:
+    def run_with(self, operation: Callable[[Session, What], T], what: What) -> T:
         """Run `operation(session, what)` under the write lock and make it as durable as it asks.
 
         Blocks for the lock, and for a sync when the operation set `must_sync`. Raises what the
@@ -318,7 +327,7 @@ class Engine(
                 and self.make_room()
             ):
                 raise
-            return self.turn(operation, what)
+            return self.run_once(operation, what)
         if has_more:
             return self._again(session, operation, what)
         try:
@@ -339,16 +348,16 @@ class Engine(
         return result
 
     def _again(self, session: Session, operation: Callable[[Session, What], T], what: What) -> T:
-        """`run`, after a turn that judged only a part of what had ended by itself."""
+        """`run_with`, after a turn that judged only a part of what had ended by itself."""
         self._after(session, None)
         while True:
-            result = self.execute(_unless_more, operation, what)
+            result = self.run(_unless_more, operation, what)
             if result is not MoreEnded:
                 return cast("T", result)
 
-    def turn(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """`execute`, once, with the space there is."""
-        return self.execute(_without_making_room, operation, *args)
+    def run_once(self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """`run`, once, with the space there is."""
+        return self.run(_without_making_room, operation, *args)
 
     def _begin(self) -> Session:
         """What is not plain about a turn, before it."""
@@ -437,7 +446,7 @@ class Engine(
         good when the file was opened; in order, each once: not a message beside the place in which
         it stands.
         """
-        noted = self.execute(lambda session: session.tx.damage())
+        noted = self.run(lambda session: session.tx.damage())
         found = dict(self.healed)
         found.update(self.log.verify(seen))
         look = self.log.at_rest()

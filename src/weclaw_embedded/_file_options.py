@@ -63,7 +63,7 @@ class FileOptions:
     path: str
     page: SharedPage
     header: FileHeader
-    execute: Callable[..., Any]
+    run: Callable[..., Any]
     _configure_replica: Callable[[], None]
     heal_met: Callable[[], None]
     known_options: dict[str, Any]
@@ -75,7 +75,7 @@ class FileOptions:
     def options(self) -> dict[str, Any]:
         """What the file records of its options, as last changed by any process."""
         if self.options_seen != self.page.words[OPTIONS_SEQ]:
-            self.execute(Session.options)
+            self.run(Session.options)
         return self.known_options
 
     def adopt(self, options: StoreOptions, consumer: str) -> None:
@@ -131,7 +131,7 @@ class FileOptions:
         environment, what the file records, default; in that order.
         """
         if self.options_seen != self.page.words[OPTIONS_SEQ]:
-            self.execute(Session.options)
+            self.run(Session.options)
         return self.effective[name]
 
     def know_options(self, recorded: dict[str, Any], seen: int | None = None) -> None:
@@ -162,7 +162,7 @@ class FileOptions:
                 session.must_sync |= policy >= SYNC
                 session.page.words[OPTIONS_SEQ] += 1
 
-        self.execute(change)
+        self.run(change)
 
     def chose(self, name: str) -> bool:
         """Whether a handle of this process gave the option, or its environment does."""

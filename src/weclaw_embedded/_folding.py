@@ -54,7 +54,7 @@ class Folding:
     _written_until: int  # beyond this it is too much to be kept
     # Up to here the index is known to be level; others may have brought it further.
     folded_to: int
-    turn: Callable[..., Any]
+    run_once: Callable[..., Any]
     damage_met: Callable[[], None]
     tell_damage: Callable[[int, str], None]
     closed: bool
@@ -148,7 +148,7 @@ class Folding:
         most_bytes = _PART_BYTES if calm else _MOST_LEFT_BYTES
         while not self.closed and words[TAIL] - self.folded_to > most_bytes:
             before = self.folded_to
-            self.turn(self._fold_part)
+            self.run_once(self._fold_part)
             if busy or self.folded_to == before:
                 return
 

@@ -141,7 +141,7 @@ class Handle(Waits):
 
     def _change(self, operation: Callable[..., T], *args: Any) -> T:
         engine = self._writable()
-        result = engine.execute(operation, *args)
+        result = engine.run(operation, *args)
         if self._policy == BATCH:
             self._flush_later(engine, 0)
         return result
@@ -162,7 +162,7 @@ class Handle(Waits):
             engine.durable(until)
 
     def _run(self, operation: Callable[..., T], *args: Any) -> T:
-        return self._engine.execute(operation, *args)
+        return self._engine.run(operation, *args)
 
     def _look(self, operation: Callable[..., T], *args: Any) -> T:
         """Run what only looks. Where there is no room to write down what ended by itself, it is
@@ -172,9 +172,9 @@ class Handle(Waits):
         try:
             return self._run(operation, *args)
         except StoreFailedError as error:
-            return self._store._shared.last_look(error).execute(operation, *args)
+            return self._store._shared.last_look(error).run(operation, *args)
         except DiskFullError:
-            return self._engine.turn(_queries.imagining, operation, *args)
+            return self._engine.run_once(_queries.imagining, operation, *args)
 
     def _swept(self, session: Session) -> Any:
         return _queries.swept(session, self._address, self._remember_dead)

@@ -310,7 +310,7 @@ def heal(
     def look_for_lacks() -> list[_Lack]:
         found: dict[int, _Lack] = {}
         for span in spans:
-            lacks = engine.execute(lambda session, *span: _lacks(session.log, *span), *span)
+            lacks = engine.run(lambda session, *span: _lacks(session.log, *span), *span)
             found.update((lack.begin, lack) for lack in lacks)
         return list(found.values())
 
@@ -416,7 +416,7 @@ def _fetch(source: Source, log: Log, lacks: list[_Lack]) -> list[_Found]:
 def _heal_some(engine: Engine, found: list[_Found]) -> list[int]:
     if not found:
         return []
-    healed = engine.execute(lambda session: _write(session.log, found))
+    healed = engine.run(lambda session: _write(session.log, found))
     if healed:
         engine.sync_file()
     return healed

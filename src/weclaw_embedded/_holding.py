@@ -70,7 +70,7 @@ class Holding:
 
     if TYPE_CHECKING:
 
-        def execute(self, operation: Callable[..., Any], *args: Any) -> Any: ...
+        def run(self, operation: Callable[..., Any], *args: Any) -> Any: ...
 
         def fail(self, what: str, why: int = 0) -> StoreFailedError: ...
 
@@ -216,7 +216,7 @@ class Holding:
         """
         is_read_told = self.page.words[READ_AGAIN]
         untold: StorageError | None = None
-        for step in (functools.partial(self.execute, release), self.flush):
+        for step in (functools.partial(self.run, release), self.flush):
             try:
                 step()
             except (ClosedError, DiskFullError, FencedError):
@@ -237,7 +237,7 @@ class Holding:
         if unseen:
             # What fails here is met again by the next call; they are handed back at the close.
             with contextlib.suppress(StorageError, ClosedError):
-                self.execute(lambda session: self._release(session, unseen, undo=True))
+                self.run(lambda session: self._release(session, unseen, undo=True))
 
     def _release(self, session: Session, leases: Sequence[Any], undo: bool = False) -> None:
         # The last lease of each message; the ones before ran out.

@@ -115,7 +115,7 @@ class Turns:
         if len(turn.takes) == looking:
             waker.discard(self._ready)  # whoever finds nothing registers it again
         if turn.jobs:
-            tail = self._execute(turn.jobs)
+            tail = self._run_jobs(turn.jobs)
             self._after(turn, tail)
         for key in [key for key, takes in self._takes.items() if not takes.calls]:
             del self._takes[key]
@@ -214,10 +214,10 @@ class Turns:
             found.leases.extend(taken.leases)
         return found
 
-    def _execute(self, jobs: list[Job]) -> int:
+    def _run_jobs(self, jobs: list[Job]) -> int:
         """Run the jobs in one turn, or one by one when the disk is too full for all of them."""
         try:
-            return self._engine.execute_many(jobs)
+            return self._engine.run_jobs(jobs)
         except DiskFullError as error:
             if len(jobs) == 1:
                 self._undone(jobs[0], error)
@@ -232,7 +232,7 @@ class Turns:
             self._undone(job, left)
             job.must_sync = False
             if left is None:
-                tail = max(tail, self._execute([job]))
+                tail = max(tail, self._run_jobs([job]))
                 if isinstance(job.error, MoreEnded):
                     left = job.error  # also of those behind it, which stay there
         return tail

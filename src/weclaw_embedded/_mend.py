@@ -93,14 +93,14 @@ def _copy_pinned(engine: Engine, path: str, seen: Seen | None) -> None:
         return session.log.segments(), words[TAIL]
 
     try:
-        segments, tail = engine.execute(pin)
+        segments, tail = engine.run(pin)
         _names.create_whole(path, functools.partial(_write_copy, engine.log, segments, tail, seen))
     finally:
         # Before any call, since Ctrl-C is noticed at calls: where it ends the turn, upkeep goes by
         # this.
         mine.is_over = True
         try:
-            engine.execute(lambda session: engine.pin())
+            engine.run(lambda session: engine.pin())
         except BaseException:
             engine._upkeep_soon()
             raise
@@ -116,7 +116,7 @@ def _copy_what_stays(engine: Engine, path: str, seen: Seen | None) -> None:
 
     gone: LookupError | None = None
     for _ in range(_COPIES):
-        segments, tail = engine.execute(look)
+        segments, tail = engine.run(look)
         try:
             write = functools.partial(_write_copy, engine.log, segments, tail, seen)
             _names.create_whole(path, write)
@@ -208,7 +208,7 @@ def _repair(
         _write_headers(log)
         return any(found_again)
 
-    is_healed |= engine.execute(mend)
+    is_healed |= engine.run(mend)
     engine.sync_file()
     engine.healed = []
     left = dict(engine.log.verify())
@@ -226,7 +226,7 @@ def _repair(
         if known:
             session.append([_records.pack_damaged([], known)])
 
-    engine.execute(forget)
+    engine.run(forget)
     engine.flush()
     return found
 

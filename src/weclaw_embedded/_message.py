@@ -351,7 +351,7 @@ class Message(Bodied):
         lease = self._lease or self._held()
         engine = lease.engine
         try:
-            result = engine.run(operation, what)
+            result = engine.run_with(operation, what)
         except ClosedError:
             if lease.over or engine.forked:
                 raise _settling.lost(lease) from None
@@ -494,7 +494,7 @@ class Renewal:
         if self._stopped:
             return
         try:
-            self._lease.engine.execute(_settling.renew, self._lease)
+            self._lease.engine.run(_settling.renew, self._lease)
         except DiskFullError:
             pass  # tried again in a third of the lease
         except Exception:  # noqa: BLE001  lost, closed or failed: whoever settles it is told

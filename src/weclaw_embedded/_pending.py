@@ -109,7 +109,7 @@ class Waits:
         while True:
             waiter = None if is_over(until_s) else new_waiter(SETTLED)
             try:
-                found = engine.execute(operation, waiter, *args)
+                found = engine.run(operation, waiter, *args)
                 if waiter is None or not isinstance(found, Pending):
                     return found
                 look_in_s = found.look_in_s

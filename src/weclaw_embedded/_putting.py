@@ -1,6 +1,6 @@
 """Put: what is checked and appended under the write lock for a message to be there.
 
-Role: operations for `Engine.execute` that put, also as part of a transaction. What can be refused
+Role: operations for `Engine.run` that put, also as part of a transaction. What can be refused
 is refused before anything is appended; ids that are known are answered and not stored again.
 """
 

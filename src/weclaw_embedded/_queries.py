@@ -1,7 +1,7 @@
 """What is asked of messages and groups, and what steers them, under the write lock.
 
 Role: status, results and counts, answered from the index; cancel, purge, pause, replay and the end
-of a group, each a record or none. Each function is an operation for `Engine.execute`. What ended by
+of a group, each a record or none. Each function is an operation for `Engine.run`. What ended by
 itself (leases run out, deaths, expiries) is judged first, so that an answer is true at the moment
 it is given.
 """

@@ -109,7 +109,7 @@ class _Session(Session):
 
     @property
     def tx(self) -> Tx:
-        assert self._tx is not None, "opened by `run`"
+        assert self._tx is not None, "opened by `run_with`"
         return self._tx
 
 
@@ -161,7 +161,7 @@ class ReadonlyEngine(Engine):
         self.effective = {}
         self.options_seen = -1
 
-    def run(self, operation: Callable[[Session, What], T], what: What) -> T:
+    def run_with(self, operation: Callable[[Session, What], T], what: What) -> T:
         """Run `operation(session, what)` on what the file says now, and drop what it judged."""
         words = self._looked.words
         gone: LookupError | None = None

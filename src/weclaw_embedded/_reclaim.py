@@ -79,7 +79,7 @@ def take_step(engine: Engine, force: bool) -> float | None:
     harmed = False
     for _ in range(_ROUNDS):
         try:
-            return engine.turn(step, force, harmed)
+            return engine.run_once(step, force, harmed)
         except CorruptError as error:
             engine.heal_met()
             bits = engine.log.bits
@@ -342,9 +342,9 @@ def maintain(engine: Engine, *, busy: bool = False, calm: bool = True) -> float 
     if freed:
         _make_reusable(engine)
     keep = 1 if calm else 2
-    if engine.turn(_trim, keep):
+    if engine.run_once(_trim, keep):
         _make_reusable(engine)
-        engine.turn(_trim, keep)
+        engine.run_once(_trim, keep)
     engine.fold_behind(busy=busy)
     if wait_s == 0.0:
         return _MORE_S
@@ -423,19 +423,19 @@ def make_room(engine: Engine) -> bool:
     there was none to free.
     """
     # What was freed before, and only waits for a sync, comes first: carrying needs a slot, too.
-    if engine.turn(lambda session: session.log.waiting()):
+    if engine.run_once(lambda session: session.log.waiting()):
         _make_reusable(engine)
     freed = 0
     # Where even that has no room, what was freed until then has to do.
     with contextlib.suppress(DiskFullError):
         while freed < _STEPS and take_step(engine, True) == 0.0:
             freed += 1
-        if not freed and engine.turn(_leave_tail):
+        if not freed and engine.run_once(_leave_tail):
             freed += take_step(engine, True) == 0.0
-    if engine.turn(lambda session: session.log.waiting()):
+    if engine.run_once(lambda session: session.log.waiting()):
         _make_reusable(engine)
     else:
-        engine.turn(keep_reserve)
+        engine.run_once(keep_reserve)
     return freed > 0 or engine.log.free_bytes() > 0
 
 
@@ -464,10 +464,10 @@ def _make_reusable(engine: Engine) -> None:
     """
     for _ in range(_ROUNDS):
         engine.flush()
-        announced = engine.turn(lambda session: session.log.announce())
+        announced = engine.run_once(lambda session: session.log.announce())
         engine.sync_file()
         # Again for what another process freed between the steps.
-        if not engine.turn(_settled, announced):
+        if not engine.run_once(_settled, announced):
             return
 
 

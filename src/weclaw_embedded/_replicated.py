@@ -231,7 +231,7 @@ def _set_mode(engine: Engine, mode: int) -> None:
             session.ready = ALL  # what only waited for the replica is visible now
 
     if engine.page.words[REPLICATION] != mode:
-        engine.execute(change)
+        engine.run(change)
 
 
 def follow(engine: Engine) -> None:
@@ -292,7 +292,7 @@ def take_back(engine: Engine, until: int, puts: Sequence[int]) -> ReplicaUnavail
         return True
 
     try:
-        if not engine.execute(void):
+        if not engine.run(void):
             return None
     except DiskFullError:
         # Not as a full disk: whoever hears of one takes it that nothing was written, and repeats.

@@ -1,6 +1,6 @@
 """Settle: how a lease ends by its holder's word, under the write lock.
 
-Role: operations for `Engine.execute` that ack, nack, fail, release and extend. None needs to look
+Role: operations for `Engine.run` that ack, nack, fail, release and extend. None needs to look
 anything up: before its deadline, and under the lock, nobody else can have the lease.
 """
 

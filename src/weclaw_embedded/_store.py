@@ -187,9 +187,9 @@ class Store:
         """Run what only looks; see `Handle._look`."""
         engine = self._engine
         try:
-            return engine.execute(operation, *args)
+            return engine.run(operation, *args)
         except StoreFailedError as error:
-            return engine.last_look(error).execute(operation, *args)
+            return engine.last_look(error).run(operation, *args)
 
     def queue(
         self,
@@ -232,7 +232,7 @@ class Store:
         settled or purged before, too. To throw an only group's backlog away, `Queue.purge` it.
         """
         gid = _records.group_id(check_name("topic", topic), check_name("name", name))
-        return self._writable().execute(_queries.drop_group, gid, POLICIES[self._options.flush])
+        return self._writable().run(_queries.drop_group, gid, POLICIES[self._options.flush])
 
     def _writable(self) -> Engine:
         engine = self._engine

@@ -1,6 +1,6 @@
 """Take: choosing what is delivered next, and judging first what ended by itself.
 
-Role: operations for `Engine.execute` that lease. A lease that ended without its holder (its time
+Role: operations for `Engine.run` that lease. A lease that ended without its holder (its time
 ran out, the process died) is judged by whoever looks next, with his own retry policy, before
 anything is handed out; what he decides is appended with absolute numbers (counters, due times),
 so that folding the log never has to decide anything again.

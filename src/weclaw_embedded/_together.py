@@ -77,16 +77,16 @@ class Together:
         @property
         def replica_timeout(self) -> float: ...
 
-        def run(self, operation: Callable[[Session, What], T], what: What) -> T: ...
+        def run_with(self, operation: Callable[[Session, What], T], what: What) -> T: ...
 
-        def turn(
+        def run_once(
             self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
         ) -> T: ...
 
     def run_together(self, operation: Callable[[Session, What], T], what: What) -> T:
-        """`Engine.run`, for what many threads do at once: run and synced with what they want."""
+        """`run_with`, for what many threads do at once: run and synced with what they want."""
         if threading.get_ident() == _main_thread:
-            return self.run(operation, what)
+            return self.run_with(operation, what)
         job = None
         with self._lead_lock:
             if self._led:
@@ -94,13 +94,13 @@ class Together:
                 job.turn.acquire()
                 self._waiting.append(job)
             elif self.page.words[REPLICATION]:
-                # `run` would wait for the replica, and lead for as long as that takes.
+                # `run_with` would wait for the replica, and lead for as long as that takes.
                 job = Job(operation, what)
                 job.leads = True
             self._led = True
         if job is None:
             try:
-                return self.run(operation, what)
+                return self.run_with(operation, what)
             finally:
                 self._pass_on()
         if not job.leads:
@@ -111,7 +111,7 @@ class Together:
         if job.leads:
             self._lead(job)
         if job.tail is None or isinstance(job.error, _NOT_DONE):
-            return self.run(operation, what)
+            return self.run_with(operation, what)
         if job.error is not None:
             raise job.error
         if job.must_sync:
@@ -130,7 +130,7 @@ class Together:
         jobs = [job, *others]
         leads = True
         try:
-            tail = self._turn_of(jobs)
+            tail = self._run_jobs_once(jobs)
             for done in jobs:
                 done.tail = tail
             promised = [done for done in jobs if done.must_sync]
@@ -168,7 +168,7 @@ class Together:
             following.leads = True
             following.turn.release()
 
-    def execute_many(self, jobs: Sequence[Job]) -> int:
+    def run_jobs(self, jobs: Sequence[Job]) -> int:
         """Run several operations in one turn: one write, one index transaction. Each gets its own
         result or error. Does not sync: jobs with `must_sync` are durable once
         `durable(returned offset)` has returned. A job with the error MoreEnded, and all behind it,
@@ -177,25 +177,25 @@ class Together:
         Raises what makes the whole turn fail; then none of the jobs was done.
         """
         try:
-            tail = self._turn_of(jobs)
+            tail = self._run_jobs_once(jobs)
         except DiskFullError:
             if len(jobs) > 1 or not self.make_room():
                 raise
-            return self._turn_of(jobs)
+            return self._run_jobs_once(jobs)
         full = [job for job in jobs if isinstance(job.error, DiskFullError)]
         if full and self.make_room():
-            tail = self._turn_of(full)
+            tail = self._run_jobs_once(full)
         return tail
 
-    def execute_now(self, job: Job) -> int:
-        """`execute_many` of one job, until it is done."""
+    def run_job(self, job: Job) -> int:
+        """`run_jobs` of one job, until it is done."""
         while True:
-            tail = self.execute_many([job])
+            tail = self.run_jobs([job])
             if not isinstance(job.error, MoreEnded):
                 return tail
 
-    def _turn_of(self, jobs: Sequence[Job]) -> int:
-        tail = self.turn(_run, jobs).tail
+    def _run_jobs_once(self, jobs: Sequence[Job]) -> int:
+        tail = self.run_once(_run, jobs).tail
         for job in jobs:
             if job.answer is not None:
                 job.result = job.answer()

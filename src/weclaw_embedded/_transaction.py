@@ -134,7 +134,7 @@ class Transaction:
         self, engine: Engine, what: tuple[Any, ...], waiter: Waiter | None = None
     ) -> list[str]:
         """Do it all, or raise NoRoom with the waiter registered."""
-        return engine.execute(_putting.transact, waiter, *what)
+        return engine.run(_putting.transact, waiter, *what)
 
     def _what(self, engine: Engine) -> tuple[Any, ...]:
         """What `_putting.transact` is given to do it all. Raises MessageTooLargeError."""

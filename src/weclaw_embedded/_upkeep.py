@@ -79,7 +79,7 @@ class Upkeep:
     slot: int
     closed: bool
     pins: list[Pin]
-    turn: Callable[..., Any]
+    run_once: Callable[..., Any]
     _look_at: int
     _last_segment: int
     _upkeep_due: bool  # it is called soon
@@ -136,7 +136,7 @@ class Upkeep:
         words = self.page.words
         if words[RESERVE] or is_short(self.log):
             with contextlib.suppress(StorageError, ClosedError):
-                self.turn(_keep_reserve)
+                self.run_once(_keep_reserve)
 
     def _feed_index(self) -> None:
         """Give the index space that the log has kept back: the reserve is for both."""
@@ -147,7 +147,7 @@ class Upkeep:
         # A failure is in the shared page by now; a full disk leaves it as it is.
         with contextlib.suppress(StorageError, ClosedError):
             self.index.room.is_short = False
-            if self.turn(lambda session: session.log.release()):
+            if self.run_once(lambda session: session.log.release()):
                 self.index.look_for_room()
 
     def _keep_spare(self) -> None:
@@ -157,10 +157,10 @@ class Upkeep:
         # A failure is in the shared page by now; without room it is tried again further on.
         with contextlib.suppress(StorageError, ClosedError):
             try:
-                self.turn(_prepare_spare)
+                self.run_once(_prepare_spare)
             except DiskFullError:
                 if self.make_room():
-                    self.turn(_prepare_spare)
+                    self.run_once(_prepare_spare)
 
     def pin(self) -> None:
         """Have nobody free what the backups of this process that are under way read, from the first

@@ -59,9 +59,9 @@ class Waiting:
 
     if TYPE_CHECKING:
 
-        def execute(self, operation: Callable[..., Any], *args: Any) -> Any: ...
+        def run(self, operation: Callable[..., Any], *args: Any) -> Any: ...
 
-        def turn(self, operation: Callable[..., Any], *args: Any) -> Any: ...
+        def run_once(self, operation: Callable[..., Any], *args: Any) -> Any: ...
 
     def _take_pokes(self, session: Session) -> None:
         """Note whom to wake when the lock is given back."""
@@ -82,7 +82,7 @@ class Waiting:
         if not self.waker.poke(slots, kind):
             # What was done before stays done, also if the file fails just now.
             with contextlib.suppress(StorageError, ClosedError):
-                self.turn(lambda session: self.bury(session, self.dead_owners(everyone=True)))
+                self.run_once(lambda session: self.bury(session, self.dead_owners(everyone=True)))
 
     def dead_owners(self, everyone: bool) -> list[int]:
         """Slots whose owner has died. Asks the kernel about one owner in turn, or about all."""
@@ -125,7 +125,7 @@ class Waiting:
 
         # Who is told that the file failed or is closed needs no telling.
         with contextlib.suppress(StorageError, ClosedError):
-            self.execute(leave)
+            self.run(leave)
 
     def unmark(self) -> None:
         """Have this process not woken for messages while nobody in it waits for any: another one

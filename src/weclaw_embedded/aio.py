@@ -152,9 +152,9 @@ class Queue(StandIn[T]):
         # Promised to be written, not synced: so whoever gets need not wait for the sync.
         policy = min(BATCH, core.queue._policy)
         job = Job(core.put, (None, core.encode(item), policy, core.limit))
-        tail = engine.execute_now(job)
+        tail = engine.run_job(job)
         if isinstance(job.error, NoBytes) and engine.make_room():
-            tail = engine.execute_now(job)
+            tail = engine.run_job(job)
         if isinstance(job.error, NoRoom):
             raise Full(str(job.error))
         if job.error is not None:
@@ -203,7 +203,7 @@ class Queue(StandIn[T]):
         while True:
             job = Job(self._look_now)
             try:
-                engine.execute_now(job)
+                engine.run_job(job)
                 if job.error is not None:
                     raise job.error
                 taken, waiting = job.result
@@ -243,12 +243,12 @@ class Queue(StandIn[T]):
     async def join(self) -> None:
         """Wait until nothing is unfinished."""
         core = self._core
-        if core.engine.execute(core.unfinished) == 0:
+        if core.engine.run(core.unfinished) == 0:
             return
         if core.store.readonly:
             from ._readonly import LOOK_AGAIN_S
 
-            while core.engine.execute(core.unfinished):
+            while core.engine.run(core.unfinished):
                 await asyncio.sleep(LOOK_AGAIN_S)  # who only looks is woken by nobody
             return
         call = Op(asyncio.get_running_loop(), core.all_done, until_s=None, queue=core.queue)
@@ -269,7 +269,7 @@ class Queue(StandIn[T]):
         `immediate`; then `join` waits only for what was got. Nothing is taken off the disk.
         """
         core = self._core
-        waiting, left, late = core.engine.execute(self._shut, immediate)
+        waiting, left, late = core.engine.run(self._shut, immediate)
         for call in late:
             _answer_now(call, _dropin.shut_down())
         if core.immediate or waiting == 0:

@@ -312,7 +312,7 @@ class Queue(Asking):
             try:
                 if engine.others:
                     engine.fold_ahead()
-                taken = engine.run(_taking.take, (self._address, n, visibility_s, waiter))
+                taken = engine.run_with(_taking.take, (self._address, n, visibility_s, waiter))
                 if taken.leases:
                     try:
                         if taken.dead:

@@ -119,7 +119,7 @@ class Queue(StandIn[T]):
             waiter = None if is_over(until_s) else new_waiter(READY)
             taken: Taken | None = None
             try:
-                taken = engine.execute(core.look, 1, None, waiter)
+                taken = engine.run(core.look, 1, None, waiter)
                 found: list[T] = core.hand_out(engine, taken, threading.current_thread())
                 if found:
                     return found[0]
@@ -129,7 +129,7 @@ class Queue(StandIn[T]):
                     if waiter is not None:
                         engine.waker.discard(waiter)
                         engine.stop_waiting()
-                    if engine.execute(core.waiting) and engine.settle_promises():
+                    if engine.run(core.waiting) and engine.settle_promises():
                         continue  # it only waited for a sync
                     raise _dropin.shut_down() if core.is_shutdown else core.nothing()
                 core.queue._sleep(engine, waiter, look_at(engine, taken.look_again_us), until_s)
@@ -151,7 +151,7 @@ class Queue(StandIn[T]):
         Raises `ValueError` when called more often than there were items.
         """
         core = self._core
-        if self._task_done(threading.current_thread(), core.engine.execute) == 0:
+        if self._task_done(threading.current_thread(), core.engine.run) == 0:
             core.engine.waker.wake_all()
 
     def join(self) -> None:
@@ -175,7 +175,7 @@ class Queue(StandIn[T]):
         def shut(session: Session) -> None:
             core.shut(immediate)
 
-        core.engine.execute(shut)
+        core.engine.run(shut)
         core.engine.waker.wake_all()
 
 

@@ -558,7 +558,7 @@ def test_a_message_that_is_kept_nowhere_is_in_nobodys_way(path, how):
                 msg.nack()
         q.put_many([b"x" * 50_000] * 2)
         q.put("kept", key="k1")
-        store._engine.execute(lambda session: session.log.free(0))
+        store._engine.run(lambda session: session.log.free(0))
         if how == "delayed":
             eventually(lambda: q.stats().delayed <= 1)
             assert [msg.body for msg in q.peek(10)] in ([], ["kept"])
@@ -605,11 +605,11 @@ def test_what_repair_has_written_over_is_in_nobodys_way(path):
             raise AssertionError("nothing was freed")
 
         put_until(lambda: log.head_offset > 0)
-        carried = store._engine.execute(lambda session: session.tx.location(offset)).offset
+        carried = store._engine.run(lambda session: session.tx.location(offset)).offset
         blank_with_frame_before(log, carried)
         put_until(lambda: log.head_offset > carried)
         blank_with_frame_before(log, log.checkpoint())
-        store._engine.execute(_damage._fold_anew)
+        store._engine.run(_damage._fold_anew)
         done.put("after")
         assert waits.get(timeout=30).body == "after"
 
@@ -974,7 +974,7 @@ def test_a_put_that_comes_too_late_for_the_close_touches_nothing(path, monkeypat
 
     def put():
         try:
-            told.append(engine.execute(append))
+            told.append(engine.run(append))
         except (weclaw.WeclawError, OSError, ValueError) as error:
             told.append(error)
 

@@ -259,7 +259,7 @@ def test_what_a_turn_that_came_to_nothing_has_judged_is_judged_again(path):
 
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
-                q.store._engine.execute(fail)
+                q.store._engine.run(fail)
         assert q.stats()[:4] == (100, 0, 0, 0)
 
 

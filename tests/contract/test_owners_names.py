@@ -18,7 +18,7 @@ def rows(q):
     def count(session):
         return [sum(1 for _ in session.tx._scan(k)) for k in (OWNER_NAME, OWNER_AT, OWNER_OF)]
 
-    return q.store._engine.execute(count)
+    return q.store._engine.run(count)
 
 
 def give_back(q, times=2):

@@ -124,7 +124,7 @@ def test_who_is_told_by_one_call_of_many_at_once_spoils_nothing_for_the_others(p
 
         disk.bad = [(0, 1 << 40)]
         jobs = [Job(look), Job(read_again)]
-        engine.execute_many(jobs)
+        engine.run_jobs(jobs)
         assert isinstance(jobs[0].error, weclaw.StorageError)
         assert jobs[1].error is None
         assert drain(q) == bodies()
