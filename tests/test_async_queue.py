@@ -17,7 +17,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files
+from weclaw_embedded import _files, _io
 from weclaw_embedded.wal import LAST, SPARES
 
 NO_WAIT = weclaw.RetryPolicy(backoff=0.0)
@@ -266,6 +266,79 @@ def test_a_result_that_a_cancelled_task_never_saw_is_given_back(path):
             assert (await q.stats()).settled == 30
 
     run(main())
+
+
+class Answering:
+    """Stands for the I/O threads: each call that comes in ends as it is told, in a later round."""
+
+    woken = _io.NOWHERE
+    wait = _io.Io.wait
+
+    def __init__(self, ending):
+        self.ending = ending
+        self.told = []
+
+    def loop(self):
+        return asyncio.get_running_loop()
+
+    def submit(self, call):
+        self.told.append("submit")
+        call._loop.call_soon(self.end, call, asyncio.current_task())
+
+    def end(self, call, task):
+        if self.ending == "cancelled":
+            task.cancel()
+            return
+        if self.ending == "refused":
+            call.error = weclaw.DiskFullError("no room")
+        call.value, call.over = ["it"], True
+        call.wake_soon()
+
+    def abandon(self, call):
+        self.told.append("abandon")
+
+
+@pytest.mark.parametrize("ending", ["answered", "refused", "cancelled"])
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda q: q.put("x"), "it"),
+        (lambda q: q.put_many(["x"]), ["it"]),
+        (lambda q: q.get(), "it"),
+        (lambda q: q.get_many(3), ["it"]),
+        (lambda q: q.join(), True),
+        (lambda q: q.result("an id", timeout=None), ["it"]),
+        (lambda q: settled(q), None),
+    ],
+    ids=["put", "put_many", "get", "get_many", "join", "result", "settled"],
+)
+def test_all_ways_to_wait_for_the_io_threads_do_the_same(path, ask, answer, ending):
+    """Some of them write `Io.wait` out, because they are the way of most messages: a call is
+    submitted once, and abandoned by whoever leaves without its answer.
+    """
+
+    async def main():
+        async with weclaw.AsyncQueue(path) as q:
+            engine = q._queue._engine
+            engine.io = io = Answering(ending)
+            try:
+                task = asyncio.create_task(ask(q))
+                if ending == "answered":
+                    assert await task == answer
+                else:
+                    awaited = {"refused": weclaw.DiskFullError, "cancelled": asyncio.CancelledError}
+                    with pytest.raises(awaited[ending]):
+                        await task
+            finally:
+                engine.io = None
+            assert io.told == (["submit"] if ending == "answered" else ["submit", "abandon"])
+
+    run(main())
+
+
+async def settled(q):
+    """What awaiting an `ack` does."""
+    return await _io.Written(q._queue._engine, 1 << 60)
 
 
 def test_a_loop_that_ends_with_gets_waiting_loses_nothing(path):
