@@ -9,9 +9,10 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -485,3 +486,87 @@ def test_an_opening_that_was_broken_off_at_any_call_leaves_nothing_open(path: Pa
     assert {"belongs_to", "take_owner_slot", "typed_errors"} <= set(places)
     with weclaw.Queue(path) as q:
         assert [msg.body for msg in q.peek(2)] == ["x"]
+
+
+def left_open(folder: Path) -> tuple[int, list[str], list[str]]:
+    """Descriptors, files that are mapped, and folders of lookers, of this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[5] for line in maps if str(folder) in line]
+    return len(os.listdir("/dev/fd")), sorted(mapped), sorted(os.listdir(folder / "own"))
+
+
+def numbers(left: tuple[int, list[str], list[str]]) -> tuple[int, int, int]:
+    return left[0], len(left[1]), len(left[2])
+
+
+@pytest.fixture(params=["nobody beside", "one who writes"])
+def looked_at(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A file to be looked at with a message in it, while nobody has it open, or somebody has."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+    path = tmp_path / "tasks.wq"
+    with weclaw.Queue(path) as q:
+        q.put("x")
+        if request.param == "one who writes":
+            yield path
+    if request.param != "one who writes":
+        yield path
+
+
+# (The last comment of the same words says why.)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_opening_to_look_that_was_broken_off_at_any_call_leaves_nothing_open(
+    looked_at: Path,
+) -> None:
+    """No descriptor, no mapping, and no index of its own; the next one opens."""
+    places: list[str] = []
+    before = left_open(looked_at.parent)
+    for n in range(1, 5000):
+        opened: list[weclaw.Queue] = []
+        where = break_off(
+            lambda opened=opened: opened.append(weclaw.Queue(looked_at, readonly=True)), n
+        )
+        for q in opened:
+            q.close()
+        del opened
+        if left_open(looked_at.parent) != before:
+            gc.collect()
+        assert left_open(looked_at.parent) == before, (n, where)
+        if where is None:
+            break
+        places.append(where)
+    assert {"open_readonly", "_own_index", "keep", "typed_errors"} <= set(places)
+    with weclaw.Queue(looked_at, readonly=True) as q:
+        assert [msg.body for msg in q.peek(2)] == ["x"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("anew", [False, True], ids=["", "anew"])
+def test_a_look_that_was_broken_off_at_any_call_can_be_taken_again(
+    looked_at: Path, anew: bool
+) -> None:
+    """It has left nothing open, and what it was to find is found; also where it makes its index
+    anew.
+    """
+    places: list[str] = []
+    with weclaw.Queue(looked_at, readonly=True) as q:
+        before = numbers(left_open(looked_at.parent))
+        for n in range(1, 5000):
+            q.store._engine._is_doubtful = anew
+            found: list[weclaw.Message] = []
+            where = break_off(lambda found=found: found.extend(q.peek(2)), n)
+            for _ in range(2):  # what was left behind is closed when it begins anew once more
+                q.store._engine._is_doubtful = anew
+                assert [msg.body for msg in q.peek(2)] == ["x"], (n, where)
+            if numbers(left_open(looked_at.parent)) != before:
+                gc.collect()
+            assert numbers(left_open(looked_at.parent)) == before, (n, where)
+            if where is None:
+                break
+            places.append(where)
+    assert {"_look_at_page", "_find_end", "catch_up"} <= set(places)
+    assert ("_begin_anew" in places) is anew
+    assert not os.listdir(looked_at.parent / "own")

@@ -111,10 +111,8 @@ DOORS = {
         "os.open": "the mark of a clean close",
     },
     "_readonly": {
-        "os.mkdir": "the index of a looker, in a folder of its own",
         "os.access": "whether the page may be read",
-        "tempfile.mkdtemp": "the same",
-        "shutil.rmtree": "the same",
+        "tempfile.mkdtemp": "the index of a looker, in a folder of its own",
     },
     "_copy": {
         "os.open": "a copy that is made anew, beside its place",

@@ -284,14 +284,14 @@ class Index:
 
         In a forked child this is safe for the parent; nothing may be synced there.
         """
-        self._tx.abort()
-        if self._tx._commits is not None:
-            self._tx._commits.release()
-            self._tx._commits = None
-        if self.room.seen is not None:
-            self.room.seen.release()
-            self.room.seen = None
         try:
+            self._tx.abort()
+            if self._tx._commits is not None:
+                self._tx._commits.release()
+                self._tx._commits = None
+            if self.room.seen is not None:
+                self.room.seen.release()
+                self.room.seen = None
             if sync:
                 self.room.env.sync(True)
         except lmdb.Error as error:
@@ -300,7 +300,9 @@ class Index:
         else:
             return True
         finally:
-            os.close(self.room.reserve_fd)
+            fd, self.room.reserve_fd = self.room.reserve_fd, -1
+            if fd >= 0:  # else Ctrl-C broke off who closed it before
+                os.close(fd)
             self.room.env.close()
 
 

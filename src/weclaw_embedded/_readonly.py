@@ -16,15 +16,15 @@ only after the head record says so.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
-from . import _clock, _files, _locks
+from . import _clock, _files, _locks, _names
 from ._engine import Engine
 from ._finding import recorded_head
 from ._format import FIRST, SLOT_BYTES
@@ -118,23 +118,17 @@ class ReadonlyEngine(Engine):
 
     last_looker = None
 
-    def __init__(self, path: str, fd: int | None = None) -> None:
-        """`fd`: of the file, where no name leads to it; closed with the engine."""
+    def __init__(self, path: str, fd: int) -> None:
+        """`fd`: of the file; closed with the engine, and by who makes it if this raises."""
         self.path = path
         self.directory = scratch_of(path)
-        self.fd = _files.open_ro(path) if fd is None else fd
-        try:
-            self.header = read_header(self.fd, path)
-            # No lock: one that only looks must not keep the first who writes after a reboot from
-            # having the file for himself.
-            self._looked = _Page()
-            self.page = self._looked  # type: ignore[assignment]  # the part of it that looking needs
-            self.log = Log(self.fd, self.header, self._looked, readonly=True)
-            self._own = tempfile.mkdtemp(prefix="weclaw-")
-        except BaseException:
-            _files.close(self.fd)
-            raise
-        self.index = Index.open(self._own, create=True)
+        self.fd = fd
+        self.header = read_header(fd, path)
+        # No lock: one that only looks must not keep the first who writes after a reboot from
+        # having the file for himself.
+        self._looked = _Page()
+        self.page = self._looked  # type: ignore[assignment]  # the part of it that looking needs
+        self.log = Log(fd, self.header, self._looked, readonly=True)
         self.timer = self.renewals = Timer("weclaw-timer")
         self.io = None
         self.held = set()
@@ -160,6 +154,8 @@ class ReadonlyEngine(Engine):
         self.known_options = {}
         self.effective = {}
         self.options_seen = -1
+        self._left: list[tuple[str, Index]] = []  # that it goes by no more
+        self._own, self.index = _own_index()  # last, so that nothing can fail behind it
 
     def run_with(self, operation: Callable[[Session, What], T], what: What) -> T:
         """Run `operation(session, what)` on what the file says now, and drop what it judged."""
@@ -280,10 +276,19 @@ class ReadonlyEngine(Engine):
         return found
 
     def _begin_anew(self) -> None:
-        self.index.close(sync=False)
-        shutil.rmtree(self._own)
-        os.mkdir(self._own)
-        self.index = Index.open(self._own, create=True)
+        own, index = _own_index()
+        # At one stroke: whoever breaks this off leaves an index that is open.
+        left = [*self._left, (self._own, self.index)]
+        self._left, self._own, self.index = left, own, index
+        self._close_left()
+
+    def _close_left(self) -> None:
+        """Close what was left behind, by who broke that off, too."""
+        while self._left:
+            own, index = self._left[-1]
+            index.close(sync=False)
+            _remove(own)
+            self._left.pop()
 
     def _look_at_page(self) -> int:
         """Learn who lives, and what time it is. Returns how far the log is whole for certain, by
@@ -299,17 +304,19 @@ class ReadonlyEngine(Engine):
         page = attach_page(self.directory, self.fd, self.header, writable=False)
         if page is None:
             return 0
-        self._shift = page.shift
-        words[SHIFT] = page.words[SHIFT]
-        # The end first: should all die then, it is still as far as they had come.
-        end = page.words[COMMIT if page.words[FAILED] else TAIL]
-        self._confirmed = page.words[COMMIT]
-        self._looked.living = [
-            (slot, token)
-            for slot, token in page.owners()
-            if _locks.is_locked(self.fd, OWNER + slot)
-        ]
-        page.close()
+        try:
+            self._shift = page.shift
+            words[SHIFT] = page.words[SHIFT]
+            # The end first: should all die then, it is still as far as they had come.
+            end = page.words[COMMIT if page.words[FAILED] else TAIL]
+            self._confirmed = page.words[COMMIT]
+            self._looked.living = [
+                (slot, token)
+                for slot, token in page.owners()
+                if _locks.is_locked(self.fd, OWNER + slot)
+            ]
+        finally:
+            page.close()
         return end if self._looked.living else 0
 
     def look_with(self, options: StoreOptions) -> None:
@@ -339,10 +346,12 @@ class ReadonlyEngine(Engine):
             if self.closed:
                 return
             self.closed = True
-            self.timer.close()
-            self.index.close(sync=False)
-            shutil.rmtree(self._own, ignore_errors=True)
-            _files.close(self.fd)
+            try:
+                self.timer.close()
+                self._left.append((self._own, self.index))
+                self._close_left()
+            finally:
+                _files.close(self.fd)
 
     def leave(self, forked: bool) -> None:
         """End with the engine that it looks for."""
@@ -356,6 +365,21 @@ class ReadonlyEngine(Engine):
         self.forked = self.closed = True
         self.index.close(sync=False)
         _files.close(self.fd)
+
+
+def _own_index() -> tuple[str, Index]:
+    """An index of its own, and the folder that it is in."""
+    own = tempfile.mkdtemp(prefix="weclaw-")
+    try:
+        return own, Index.open(own, create=True)
+    except BaseException:
+        _remove(own)
+        raise
+
+
+def _remove(own: str) -> None:
+    with contextlib.suppress(OSError):
+        _names.remove_folder(own)
 
 
 def _is_readable(log: Log, offset: int) -> bool:
@@ -379,15 +403,28 @@ def look_at_open(engine: Engine) -> ReadonlyEngine:
         fd = _files.open_ro(f"/proc/self/fd/{engine.fd}")
     except OSError:
         fd = _files.duplicate(engine.fd)
-    looker = ReadonlyEngine(engine.path, fd)
-    looker._adopted = list(engine._adopted)
-    looker.know_options(looker.known_options)
+    looker = None
+    try:
+        looker = ReadonlyEngine(engine.path, fd)
+        looker._adopted = list(engine._adopted)
+        looker.know_options(looker.known_options)
+    except BaseException:
+        _give_up(looker, fd)
+        raise
     return looker
 
 
-def open_readonly(path: str) -> ReadonlyEngine:
-    """Open the file to look at it. Raises StorageError if there is none, NotAQueueError and
-    FormatVersionError as the other way of opening does.
+def _give_up(looker: ReadonlyEngine | None, fd: int) -> None:
+    """Close a file that nobody gets to look at."""
+    if looker is not None:
+        looker.close()
+    else:
+        _files.close(fd)
+
+
+def open_readonly(path: str, options: StoreOptions) -> ReadonlyEngine:
+    """Open the file to look at it, with the handle's options. Raises StorageError if there is none,
+    NotAQueueError and FormatVersionError as the other way of opening does.
     """
     real = os.path.realpath(path)
     try:
@@ -402,4 +439,12 @@ def open_readonly(path: str) -> ReadonlyEngine:
             f"{path} is empty: a queue is still to be made of it, and readonly=True makes nothing; "
             "it was not touched; open it without readonly, or when there is something to look at"
         )
-    return ReadonlyEngine(real)
+    looker = None
+    fd = _files.open_ro(real)
+    try:
+        looker = ReadonlyEngine(real, fd)
+        looker.look_with(options)
+    except BaseException:
+        _give_up(looker, fd)
+        raise
+    return looker

@@ -148,9 +148,12 @@ class Store:
         if self.readonly:
             from ._readonly import open_readonly
 
-            looking = open_readonly(self.path)
-            looking.look_with(self._options)
-            _registry.keep(looking)
+            looking = open_readonly(self.path, self._options)
+            try:
+                _registry.keep(looking)
+            except BaseException:  # Ctrl-C: nobody has it who would close it
+                looking.close()
+                raise
             return looking
         options = self._options
         restore_missing(self.path, options)
