@@ -70,6 +70,8 @@ def test_case_01_a_waiting_consumer_gets_the_dead_ones_message_at_once(path, ope
 
 def lease_one_for(pipe, path, seconds):
     q = weclaw.Queue(path)
+    pipe.send("ready")
+    pipe.recv()
     pipe.send(q.get(visibility_timeout=seconds).id)
     pipe.recv()
 
@@ -79,12 +81,15 @@ def test_case_01_all_that_the_dead_held_ended_with_them(path, open_queue, look):
     """Case 1: also where the time of their leases is over, too, when somebody looks again."""
     q = open_queue(retry=weclaw.RetryPolicy(max_retries=0))
     q.put_many(["a", "b", "c"])
-    children = [Child(lease_one_for, path, 1.0) for _ in range(3)]
+    children = [Child(lease_one_for, path, 2.0) for _ in range(3)]
     for child in children:
+        child.hear()
+    for child in children:  # one soon after the other: none looks when a lease of another is over
+        child.say("go")
         child.hear()
     for child in children:
         child.kill()
-    time.sleep(1.1)  # nobody looks meanwhile
+    time.sleep(2.1)  # nobody looks meanwhile
     if look == "stats":
         assert q.stats()[:4] == (3, 0, 0, 0)
     for _ in range(3):  # one at a time, as what was in a crash is
@@ -138,7 +143,7 @@ def test_a_with_that_is_over_keeps_nothing_of_its_message(open_queue):
     """However long its lease was to be renewed; and one that goes on is renewed all the same."""
     q = open_queue(flush="os", visibility_timeout=3600, retry=NO_WAIT)
     q.put("the first")
-    with q.get(visibility_timeout=0.6) as first:
+    with q.get(visibility_timeout=3) as first:
         renewed = first.lease_expires_at
         for n in range(1000):
             q.put(n)
