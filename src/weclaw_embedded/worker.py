@@ -72,8 +72,8 @@ class Worker:
     A handler may be a function, which runs in a thread of its own, or a coroutine function. What
     it returns becomes the result of the message; an exception is a failed delivery, retried as the
     queue's `retry` says; `RetryLater(seconds)` defers without burning a retry; `Discard(reason)`
-    sends the message to the dead letters. One that settles its message itself has done so. On a full
-    disk what came of a handler waits for room, and its message is leased meanwhile.
+    sends the message to the dead letters. One that settles its message itself has done so. On a
+    full disk what came of a handler waits for room, and its message is leased meanwhile.
 
     Args:
         q: A `Queue` or an `AsyncQueue`. It is not closed by the worker.
