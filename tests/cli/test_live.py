@@ -614,6 +614,44 @@ def test_a_reader_that_has_seen_enough(words: tuple[object, ...], file: Path) ->
     assert child.wait(timeout=30) == 141
 
 
+@pytest.mark.parametrize("words", [("tail",), ("dlq watch", "--json", "--exec", "true")], ids=str)
+def test_a_reader_that_leaves_while_nothing_comes(words: tuple[str, ...], file: Path) -> None:
+    """`weclawctl tail FILE | head -1` ends, though no other message is ever put."""
+    with weclaw.Queue(file) as q:
+        q.put("a body")
+        q.get().fail("why")
+    verb, *options = words
+    child = start(*verb.split(), file, *options)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    try:
+        assert child.wait(timeout=30) == 141
+    finally:
+        child.kill()
+    with child.stderr:
+        assert child.stderr.read() == ""
+
+
+def test_a_watch_that_prints_nothing_needs_no_reader(file: Path, tmp_path: Path) -> None:
+    """It is there for what it calls, and goes on."""
+    called = tmp_path / "called"
+    with weclaw.Queue(file) as q:
+        child = start("dlq", "watch", file, "--exec", f"echo >>{called}", "--interval", "0.1")
+        assert child.stdout is not None
+        child.stdout.close()
+        for n in (1, 2):
+            q.put("a body")
+            q.get().fail("why")
+            until(lambda n=n: called.exists() and called.read_text() == "\n" * n)
+    child.terminate()
+    assert child.wait(timeout=30) == 0
+    assert child.stderr is not None
+    with child.stderr:
+        assert child.stderr.read() == ""
+
+
 @pytest.mark.parametrize("words", [("--help",), ("completion", "bash"), ("stats", "FILE")])
 def test_a_reader_that_was_never_there(words: tuple[str, ...], file: Path) -> None:
     """The same of a short text, which is written at once or at the end."""

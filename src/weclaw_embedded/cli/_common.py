@@ -20,6 +20,7 @@ from weclaw_embedded._message import Content
 from weclaw_embedded.cli._screen import (
     age,
     apart,
+    check_reader,
     console,
     count,
     excerpt,
@@ -45,6 +46,7 @@ __all__ = [
     "apart",
     "ask",
     "asks",
+    "check_reader",
     "console",
     "count",
     "excerpt",

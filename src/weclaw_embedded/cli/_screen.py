@@ -9,6 +9,7 @@ import collections
 import contextlib
 import io
 import os
+import select
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -38,6 +39,7 @@ __all__ = [
     "ReaderLeftError",
     "age",
     "apart",
+    "check_reader",
     "console",
     "count",
     "drop_output",
@@ -106,6 +108,16 @@ def open_output(stream: io.TextIOWrapper) -> io.TextIOWrapper:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+def check_reader() -> None:
+    """Raise ReaderLeftError if nobody reads standard output any more. For who waits: else only the
+    next thing that is written would tell, and that may never come.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # what is asked for in any case: an error, a hang-up
+    if poll.poll(0):
+        raise ReaderLeftError
 
 
 def drop_output() -> None:

@@ -306,6 +306,7 @@ def tail(
             at = end
             while (end := _survey.end(store)) <= at:
                 time.sleep(_LOOK_S)
+                common.check_reader()
 
 
 def _show(topic: str, content: Content, width: int, *, as_json: bool, several: bool) -> None:

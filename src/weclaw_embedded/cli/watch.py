@@ -131,6 +131,8 @@ def watch(
                 if once:
                     break
                 stop.wait(max(interval, 0.05))
+                if as_json:
+                    common.check_reader()
     finally:
         stop.end()
     return 1 if once and failed else 0
