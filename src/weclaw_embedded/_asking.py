@@ -69,7 +69,9 @@ class Asking(Handle):
         before: int | None = None
         while True:
             try:
-                found = self._outcome_by(engine, until_s, id)
+                found: Outcome = self._once_settled(engine, until_s, self._outcome, id)
+            except StoreFailedError as error:
+                found = self._last_outcome(engine, error, until_s, id)
             except CorruptError as error:
                 if self._met(error):
                     continue
@@ -93,17 +95,18 @@ class Asking(Handle):
             else:
                 raise self._unknown(id)
 
-    def _outcome_by(self, engine: Engine, until_s: float | None, id: str) -> Outcome:
+    def _last_outcome(
+        self, engine: Engine, error: StoreFailedError, until_s: float | None, id: str
+    ) -> Outcome:
+        """How it has ended, of a file that was deleted or replaced while it was open."""
+        looker = engine.last_look(error)
         try:
-            return cast("Outcome", self._once_settled(engine, until_s, self._outcome, id))
-        except StoreFailedError as error:
-            looker = engine.last_look(error)
-            try:
-                return cast("Outcome", looker.run(self._outcome, None, id))
-            except Empty:
-                if until_s == 0.0:
-                    raise
-                raise error from None  # nobody settles it any more
+            found: Any = looker.run(self._outcome, None, id)
+        except Empty:
+            if until_s == 0.0:
+                raise
+            raise error from None  # nobody settles it any more
+        return cast("Outcome", found)
 
     def _outcome(self, session: Session, waiter: Waiter | None, id: str) -> Outcome | Pending:
         """How a message has ended; what to wait for while it has not. Without a waiter that is

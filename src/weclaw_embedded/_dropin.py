@@ -175,9 +175,9 @@ class Core:
 
     # -- put and take, under the write lock ------------------------------------------------------
 
-    def encode(self, item: Any) -> tuple[bytes, Terms]:
+    def encode(self, engine: Engine, item: Any) -> tuple[bytes, Terms]:
         data, terms = self.queue._encoder.one(item)
-        limit = self.writable.option("max_message_bytes")
+        limit = engine.option("max_message_bytes")
         if len(data) > limit:
             _putting.check_size([([data], terms)], limit)
         return data, terms
@@ -198,7 +198,7 @@ class Core:
         )
 
     def try_put(
-        self, engine: Engine, message: tuple[bytes, Terms], waiter: Waiter | None
+        self, engine: Engine, message: tuple[bytes, Terms], waiter: Waiter | None = None
     ) -> list[str]:
         """Put in a turn that threads share."""
         return engine.run_together(self.put, (waiter, message, self.queue._policy, self.limit))

@@ -104,19 +104,20 @@ class Waits:
         self, engine: Engine, until_s: float | None, operation: Callable[..., Any], *args: Any
     ) -> Any:
         """What `operation(session, waiter, *args)` answers, run again whenever something was
-        settled while it returns a `Pending`; that, when the time is over.
+        settled while it returns a `Pending`; what it returns at last, when the time is over.
         """
-        while True:
-            waiter = None if is_over(until_s) else new_waiter(SETTLED)
+        while not is_over(until_s):
+            waiter = new_waiter(SETTLED)
             try:
                 found = engine.run(operation, waiter, *args)
-                if waiter is None or not isinstance(found, Pending):
+                if not isinstance(found, Pending):
                     return found
                 look_in_s = found.look_in_s
                 look_at_s = None if look_in_s is None else time.monotonic() + look_in_s
                 self._sleep(engine, waiter, look_at_s, until_s)
             finally:
                 engine.waker.discard(waiter)
+        return engine.run(operation, None, *args)
 
     def _once_room(
         self,
@@ -134,7 +135,7 @@ class Waits:
             while True:
                 if isinstance(refused, NoBytes) and may_reclaim and engine.make_room():
                     may_reclaim = False
-                elif is_over(until_s):
+                elif until_s == 0.0 or is_over(until_s):
                     raise Full(str(refused)) from None
                 elif waiter is None:
                     # Only now: most puts find room. What happened before it is registered is seen

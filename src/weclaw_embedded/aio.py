@@ -100,8 +100,9 @@ class Queue(StandIn[T]):
         core = self._core
         if core.is_shutdown:
             raise _dropin.shut_down()
-        message = core.encode(item)
-        io = io_of(core.engine)
+        engine = core.writable
+        message = core.encode(engine, item)
+        io = io_of(engine)
         loop = io.loop()
         if core.limit == 0 and core.order is None:
             plain = PutCall(loop, core.queue, *message, None)
@@ -148,10 +149,10 @@ class Queue(StandIn[T]):
         core = self._core
         if core.is_shutdown:
             raise _dropin.shut_down()
-        engine = core.engine
+        engine = core.writable
         # Promised to be written, not synced: so whoever gets need not wait for the sync.
         policy = min(BATCH, core.queue._policy)
-        job = Job(core.put, (None, core.encode(item), policy, core.limit))
+        job = Job(core.put, (None, core.encode(engine, item), policy, core.limit))
         tail = engine.run_job(job)
         if isinstance(job.error, NoBytes) and engine.make_room():
             tail = engine.run_job(job)

@@ -91,12 +91,12 @@ class Queue(StandIn[T]):
         until_s = deadline_of(bool(block), timeout if block else None)
         if core.is_shutdown:
             raise _dropin.shut_down()
-        message = core.encode(item)
         engine = core.writable
-        attempt = partial(core.try_put, engine, message)
+        message = core.encode(engine, item)
         try:
-            attempt(None)
+            core.try_put(engine, message)
         except NoRoom as error:
+            attempt = partial(core.try_put, engine, message)
             core.queue._once_room(engine, until_s, attempt, error)
         if core.queue._policy == BATCH:
             core.queue._flush_later(engine, 1)
