@@ -722,3 +722,25 @@ def test_what_is_in_hand_is_shown_with_its_body(file: Path, ctl: Any) -> None:
         out = ctl("peek", file, "--leased")[1]
         assert '{"prompt": "never ends"}' in out.replace('":"', '": "')
         assert max(map(len, out.splitlines())) <= 80
+
+
+def test_one_long_name_makes_no_lists_of_the_others(file: Path, ctl: Any) -> None:
+    """What fits is a table; what is too wide for it stands behind that, whole."""
+    long = "a-service-of-some-department.with-a-long-name.orders-of-customers"
+    with weclaw.open(file) as store:
+        for topic in ("mails", long, "reports", f"{long}-2"):
+            store.queue(topic).put("x")
+    status, out, _ = ctl("stats", file)
+    lines = [line.split() for line in out.splitlines()]
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert " ".join(lines[0]) == "topic group ready delayed leased dead settled oldest"
+    assert [line[:7] for line in lines[2:4]] == [
+        [name, "default", "1", "0", "0", "0", "0"] for name in ("mails", "reports")
+    ]
+    assert lines[4:7] == [[], ["topic", long], ["group", "default"]]
+    assert [line for line in lines if line[:1] == ["topic"]][1:] == [
+        ["topic", long],
+        ["topic", f"{long}-2"],
+    ]
+    assert ctl("stats", file, "--topic", long)[1].startswith(f"topic   {long}")

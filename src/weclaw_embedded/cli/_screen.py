@@ -276,12 +276,14 @@ def print_table(
     title: str | None = None,
     one_line: bool = False,
     folded: str | None = None,
+    in_order: bool = True,
 ) -> None:
     """A table; a column is its heading, or (heading, "right").
 
     Texts are folded to fit, which are the last column, if it is not to the right, or `folded`; with
     one_line the last column is cut instead. All else stays whole, since half an id can be neither
     copied nor searched for: where the columns don't fit beside each other, each row is a list.
+    Where the rows need not stay `in_order`, only those that are too wide are, behind the others.
     """
     out = console()
     named = [(one, "left") if isinstance(one, str) else one for one in columns]
@@ -289,16 +291,21 @@ def print_table(
     if folded is None and named[-1][1] == "left":
         folded = headings[-1]
     cells = [[Text(plain(str(cell))) for cell in row] for row in rows]
-    widths = [
-        max(cell_len(heading), *(row[i].cell_len for row in cells))
-        for i, heading in enumerate(headings)
-    ]
-    least = [
-        min(wide, _LEAST) if one == folded else wide
-        for one, wide in zip(headings, widths, strict=True)
-    ]
-    # One gap to spare: older versions of rich count the one before the last column twice.
-    gap = next((gap for gap in _GAPS if sum(least) + gap * len(least) <= out.width), None)
+
+    def gap_of(widths: list[int]) -> int | None:
+        least = sum(
+            min(wide, _LEAST) if one == folded else wide
+            for one, wide in zip(headings, widths, strict=True)
+        )
+        # One gap to spare: older versions of rich count the one before the last column twice.
+        return next((gap for gap in _GAPS if least + gap * len(widths) <= out.width), None)
+
+    narrowest = 0 if in_order else min((_widest(row) for row in cells), default=0)
+    limit = max((_widest(row) for row in cells), default=0)
+    beside = cells
+    while (gap := gap_of(widths := _widths(headings, beside))) is None and limit > narrowest > 0:
+        limit -= 1
+        beside = [row for row in beside if _widest(row) <= limit]
     if gap is None:
         _print_lists(out, headings, cells, title, one_line=one_line)
         return
@@ -316,11 +323,28 @@ def print_table(
         whole = heading != folded
         table.add_column(heading, justify=cast(Any, justify), overflow="fold", no_wrap=whole)
     room = out.width - sum(widths[:-1]) - gap * len(widths)
-    for row in cells:
+    for row in beside:
         if one_line:
             row[-1].truncate(room, overflow="ellipsis")
         table.add_row(*row)
     out.print(table)
+    if len(beside) < len(cells):
+        out.print()
+        too_wide = [row for row in cells if _widest(row) > limit]
+        _print_lists(out, headings, too_wide, None, one_line=one_line)
+
+
+def _widest(row: list[Text]) -> int:
+    """How wide the widest cell is."""
+    return max(cell.cell_len for cell in row)
+
+
+def _widths(headings: list[str], rows: list[list[Text]]) -> list[int]:
+    """How wide each column is at its widest."""
+    return [
+        max([cell_len(heading), *(row[i].cell_len for row in rows)])
+        for i, heading in enumerate(headings)
+    ]
 
 
 def _print_lists(

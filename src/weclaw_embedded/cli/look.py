@@ -74,6 +74,7 @@ def _show_places(
             )
             for _, found in shown
         ],
+        in_order=False,
     )
     for one, found in shown:
         place = common.plain(f"topic {one.topic!r}, group {one.group!r}")
