@@ -17,7 +17,7 @@ README = PACKAGE.parent.parent / "README.md"
 #: height and do not know each other, except where EXCEPTIONS says so.
 LAYERS = [
     ["errors", "_version"],
-    ["_clock", "_locks", "_format", "_stream", "_values", "_jsonable"],
+    ["_clock", "_locks", "_format", "_stream", "_values", "_jsonable", "_reclaim_rule"],
     ["_files"],
     ["_disk", "_watch", "_names"],
     ["_codecs", "_record_types"],

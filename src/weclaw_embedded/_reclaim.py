@@ -11,14 +11,13 @@ Invariants:
   (groups, pauses, options) stands in a CHECKPOINT later than the segment that is freed, and who
   holds something is named again (OWNER). All are written before the segment is freed, and are on
   stable storage before its slot is used again (`_slots`).
-* Work is bounded: what is ready is carried only for groups that stand still, and a segment of which
-  much lives only if that is what keeps the file from shrinking, that is when less than half of all
-  that is kept lives. (A backlog that is being drained must not be rewritten before its consumers.)
+* What is freed, what is carried up and what is left says one rule, `_reclaim_rule`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from typing import Final
@@ -28,6 +27,7 @@ from ._delivery import place, set_aside, unfinished_in
 from ._engine import Engine
 from ._format import CHECKPOINT_FRAME, ENVELOPE_BYTES, PART_BYTES
 from ._index import Tx
+from ._reclaim_rule import AHEAD, Does, decide
 from ._records import LOST_RESULT
 from ._session import Session
 from ._upkeep import OFTEN_S, UPKEEP_S
@@ -36,9 +36,7 @@ from .wal import HEAD, LAST, RESERVE, RESERVE_EACH, TAIL, Log
 
 logger = logging.getLogger("weclaw_embedded")
 
-# More live messages than this are not carried out of one segment in one step.
-_MAX_CARRIED: Final = 20_000
-_STEPS: Final = 8
+_STEPS: Final = AHEAD
 # Where nobody waits for it: with what is written in a second by who puts messages of many MiB it
 # has to keep up, and each round has syncs at its end.
 _MANY_STEPS: Final = 64
@@ -95,38 +93,15 @@ def step(session: Session, force: bool, harmed: bool) -> float | None:
     what a replica may have and was not asked for, in any case.
     """
     log = session.log
-    words = log.state.words
-    segment = words[HEAD]
     session.engine.pin()  # as it is now: Ctrl-C may have ended a backup before it said so
-    # A replica that falls behind never makes a put fail: then its copy is made anew.
-    pinned = session.page.pinned(log.segment_bytes, replica=not force)
-    if segment >= words[LAST] or pinned <= segment:
-        return None
-    start = segment << log.bits
-    end = log.frames_end(segment) or (segment + 1) << log.bits
-    if not force:
-        wait_s = _retained_s(session, segment, end)
-        if wait_s != 0.0:
-            return wait_s
-    for offset, reason in session.engine.unanswered(session, start, (segment + 1) << log.bits):
-        raise CorruptError(offset, reason)
+    oldest = _Oldest(session, force, harmed)
+    decision = decide(oldest)
+    logger.debug("segment %d: %s; %s", oldest.segment, decision.does.value, decision.why)
+    if decision.does is Does.LEAVE:
+        return decision.wait_s
+    segment = oldest.segment
     tx = session.tx
-    if tx.forgotten_to < start:
-        tx.drop_below(start)  # who let go of it died, or had no room, before that
-    live = tx.live_in(start, (segment + 1) << log.bits)
-    if live and tx.has_ready(start, (segment + 1) << log.bits):
-        # What will be taken soon is not worth carrying; what nobody takes is.
-        if words[RESERVE] and _pays(session, tx, live):
-            pass  # most of what is kept says what is over by now
-        elif force:
-            few = len(live) * (_average(tx) + _CARRIED_BYTES) < log.segment_bytes // 4
-            if not few and (log.holding() > 1 or log.room >= len(live) * _SETTLING_BYTES):
-                return None  # there is room to work it off where it is
-        elif (wait_s := _getting_on_s(session, tx, (segment + 1) << log.bits)) > 0.0:
-            return wait_s
-    records = _carries(session, tx, live, force, harmed)
-    if records is None:
-        return None
+    records = oldest.carries() if decision.does is Does.CARRY else []
     checkpoint = log.checkpoint()
     if not checkpoint or checkpoint >> log.bits <= segment or len(tx.groups()) <= _FEW_GROUPS:
         # In a frame of its own, which begins with it: that is how a rebuild finds it. Needed only
@@ -153,27 +128,118 @@ def _let_go(session: Session, segment: int) -> None:
     session.amend(lambda tx: tx.drop_below(log.head_offset))
 
 
-def _pays(session: Session, tx: Tx, live: list[int]) -> bool:
-    """On a disk that is short: whether carrying all that lives frees much, and fits meanwhile."""
-    log = session.log
-    words = log.state.words
-    kept_bytes = log.pending_tail - log.head_offset
-    carried_bytes = tx.live_bytes(_told_bytes(session, tx, live))
-    # The index takes its part of the same disk, and never shrinks.
-    indexed_bytes = tx.count_without_row() * _INDEXED_BYTES
-    if carried_bytes + indexed_bytes + 2 * log.segment_bytes >= kept_bytes * 2 // 3:
-        return False
-    # Segment after segment, until they give more than what lives in them takes at the end. What
-    # was carried a moment ago stands there already, and is not counted again.
-    n_live = tx.live_bytes(1) - tx.live_bytes()
-    each_bytes = (carried_bytes + indexed_bytes) // max(1, n_live)
-    taken_bytes = 0
-    for segment in range(words[HEAD], words[LAST]):
-        n = len(tx.live_in(segment << log.bits, (segment + 1) << log.bits))
-        taken_bytes += n * each_bytes - log.segment_bytes
-        if not 0 < taken_bytes < _room_bytes(log):
-            break
-    return taken_bytes < _room_bytes(log)
+class _Oldest:
+    """The oldest segment, as the rule asks about it; all of it within one turn."""
+
+    def __init__(self, session: Session, force: bool, harmed: bool) -> None:
+        self.session = session
+        self.log = session.log
+        self.segment = self.log.state.words[HEAD]
+        self.segment_bytes = self.log.segment_bytes
+        self.is_forced = force
+        self.is_short = bool(self.log.state.words[RESERVE])
+        self._harmed = harmed
+        # The index takes its part of the same disk, and never shrinks.
+        self._beside_bytes = _CARRIED_BYTES + (_INDEXED_BYTES if self.is_short else 0)
+        self._lost: list[tuple[int, str]] = []
+
+    def is_last(self) -> bool:
+        return self.segment >= self.log.state.words[LAST]
+
+    def is_pinned(self) -> bool:
+        # A replica that falls behind never makes a put fail: then its copy is made anew.
+        page = self.session.page
+        return page.pinned(self.segment_bytes, replica=not self.is_forced) <= self.segment
+
+    def retained_s(self) -> float | None:
+        end = self.log.frames_end(self.segment) or self._span(0)[1]
+        return _retained_s(self.session, self.segment, end)
+
+    def n_segments(self) -> int:
+        return self.log.state.words[LAST] - self.segment
+
+    def n_live(self, number: int) -> int:
+        return len(self._live(number) if number else self._here)
+
+    def has_ready(self, number: int) -> bool:
+        return self.session.tx.has_ready(*self._span(number))
+
+    def getting_on_s(self) -> float:
+        return _getting_on_s(self.session, self.session.tx, self._span(0)[1])
+
+    def can_be_settled(self) -> bool:
+        return self.log.holding() > 1 or self.log.room >= len(self._here) * _SETTLING_BYTES
+
+    def carried_bytes(self) -> int:
+        return sum(len(put) + self._beside_bytes for _, put, _ in self._puts)
+
+    def each_bytes(self) -> int:
+        return _average(self.session.tx) + self._beside_bytes
+
+    def room_bytes(self) -> int:
+        log = self.log
+        return log.room + max(0, log.holding() - 1) * log.segment_bytes
+
+    def kept_bytes(self) -> int:
+        return self.log.pending_tail - self.log.head_offset
+
+    def all_bytes(self) -> tuple[int, int]:
+        tx = self.session.tx
+        if self.is_short:
+            all_bytes = tx.live_bytes(_told_bytes(self.session, tx, self._here))
+            all_bytes += tx.count_without_row() * _INDEXED_BYTES
+        else:
+            all_bytes = tx.live_bytes(_CARRIED_BYTES)
+        n_live = tx.live_bytes(1) - tx.live_bytes()
+        return all_bytes, all_bytes // max(1, n_live)
+
+    def carries(self) -> list[_records.Record]:
+        """The records that carry up what lives in it. What can't be read is set aside."""
+        session = self.session
+        puts = self._puts
+        for offset, reason in self._lost:
+            # There is nothing to carry, and nobody could come upon it any more.
+            set_aside(session, offset, reason)
+        return [_carry(session, session.tx, *put, self._harmed) for put in puts]
+
+    def _span(self, number: int) -> tuple[int, int]:
+        start = (self.segment + number) << self.log.bits
+        return start, start + self.segment_bytes
+
+    def _live(self, number: int) -> list[int]:
+        return self.session.tx.live_in(*self._span(number))
+
+    @functools.cached_property
+    def _here(self) -> list[int]:
+        """The messages that live in it. Raises CorruptError for what the replica may have, and was
+        not asked for.
+        """
+        start, end = self._span(0)
+        for offset, reason in self.session.engine.unanswered(self.session, start, end):
+            raise CorruptError(offset, reason)
+        tx = self.session.tx
+        if tx.forgotten_to < start:
+            tx.drop_below(start)  # who let go of it died, or had no room, before that
+        return self._live(0)
+
+    @functools.cached_property
+    def _puts(self) -> list[tuple[int, bytes, int]]:
+        """(offset, put, its time) of each of them that can be read. Raises CorruptError for what
+        can't, unless it is known to be harmed.
+        """
+        puts = []
+        for offset in self._here:
+            try:
+                record, time_us = self.session.engine.put_and_time(place(self.session, offset)[0])
+            except CorruptError as error:
+                if not self._harmed:
+                    raise
+                self._lost.append((offset, error.reason))
+            except LookupError as error:  # repair has written over it
+                self._lost.append((offset, str(error)))
+            else:
+                puts.append((offset, bytes(record), time_us))
+        return puts
 
 
 def _told_bytes(session: Session, tx: Tx, live: list[int]) -> int:
@@ -189,11 +255,6 @@ def _told_bytes(session: Session, tx: Tx, live: list[int]) -> int:
             told.append(sum(map(len, carry)) - len(put))
     most = sum(told) // len(told) if told else 0
     return max(_CARRIED_BYTES, most + ENVELOPE_BYTES + PART_BYTES)
-
-
-def _room_bytes(log: Log) -> int:
-    """Bytes the log can take where it is, with one free slot left."""
-    return log.room + max(0, log.holding() - 1) * log.segment_bytes
 
 
 def _average(tx: Tx) -> int:
@@ -236,71 +297,6 @@ def _getting_on_s(session: Session, tx: Tx, end: int) -> float:
     if done != engine.progress[0]:
         engine.progress = (done, session.now_us)
     return max(0.0, _STALLED_S - (session.now_us - engine.progress[1]) / 1e6)
-
-
-def _carries(
-    session: Session, tx: Tx, live: list[int], force: bool, harmed: bool
-) -> list[_records.Record] | None:
-    """The records that carry the live messages up, or None when that is not worth it now."""
-    if not live:
-        return []
-    engine = session.engine
-    log = session.log
-    puts: list[tuple[int, bytes, int]] = []
-    lost: list[tuple[int, str]] = []
-    n_bytes = 0
-    for offset in live:
-        try:
-            record, time_us = engine.put_and_time(place(session, offset)[0])
-        except CorruptError as error:
-            if not harmed:
-                raise
-            lost.append((offset, error.reason))
-            continue
-        except LookupError as error:  # repair has written over it
-            lost.append((offset, str(error)))
-            continue
-        put = bytes(record)
-        puts.append((offset, put, time_us))
-        n_bytes += len(put) + _CARRIED_BYTES
-    kept = log.pending_tail - log.head_offset
-    # What is carried stands close together then, so that it is not carried again and again.
-    # Where the disk is short the space to carry them is what others were promised.
-    is_tight = bool(log.state.words[RESERVE])
-    most = log.segment_bytes // 4 if is_tight else log.segment_bytes * 7 // 8
-    few = n_bytes <= most and len(live) <= _MAX_CARRIED
-    # Where only `max_bytes` is reached, there is a little more for a moment: what is freed takes
-    # its place.
-    spare_bytes = 0 if is_tight else 2 * log.segment_bytes
-    if force and n_bytes > _room_bytes(log) + spare_bytes:
-        return None
-    few = few or (force and _opens(session, tx))
-    if not few and is_tight and not _pays(session, tx, live):
-        return None
-    if not (few or is_tight) and tx.live_bytes(_CARRIED_BYTES) + 2 * log.segment_bytes >= kept // 2:
-        return None
-    for offset, reason in lost:
-        # There is nothing to carry, and nobody could come upon it any more.
-        set_aside(session, offset, reason)
-    return [_carry(session, tx, offset, put, time_us, harmed) for offset, put, time_us in puts]
-
-
-def _opens(session: Session, tx: Tx) -> bool:
-    """Whether the next few segments have nothing ready, and carrying what is held there, or waits,
-    frees at least one more than it takes: it stands before much that is settled.
-    """
-    log = session.log
-    words = log.state.words
-    carried_bytes = 0
-    for n in range(1, _STEPS + 1):
-        segment = words[HEAD] + n - 1
-        start, end = segment << log.bits, (segment + 1) << log.bits
-        if segment >= words[LAST] or tx.has_ready(start, end):
-            return False
-        carried_bytes += len(tx.live_in(start, end)) * (_average(tx) + _CARRIED_BYTES)
-        if carried_bytes <= (n - 1) * log.segment_bytes:
-            return True
-    return False
 
 
 def _carry(

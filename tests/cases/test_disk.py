@@ -400,3 +400,31 @@ def test_what_is_held_does_not_keep_producers_out_of_what_is_settled_behind_it(
     for msg in held:
         msg.ack()
     assert len(drain(q)) == n - n_held - settled + again
+
+
+@pytest.mark.parametrize(("size", "share"), [(5_000, 3), (5_000, 10)])
+def test_what_nobody_takes_does_not_keep_producers_out_of_what_is_settled_around_it(
+    path, open_queue, size, share
+):
+    """With `max_bytes` reached, and ready messages of another topic in all of the file."""
+    q = open_queue(max_bytes=4 * MIB, retention=0, segment_bytes=65536, flush="os")
+    other = weclaw.Queue(path, topic="other", flush="os")
+    n = n_other = 0
+    with contextlib.suppress(weclaw.Full):
+        while True:
+            q.put(os.urandom(size), block=False)
+            n += 1
+            if n % share == 0:
+                other.put(os.urandom(size), block=False)
+                n_other += 1
+    for msg in q.get_many(n):
+        msg.ack()
+    again = 0
+    with contextlib.suppress(weclaw.Full):
+        while True:
+            q.put(os.urandom(size), block=False)
+            again += 1
+    assert again > n * 0.7
+    assert len(drain(other)) == n_other
+    assert len(drain(q)) == again
+    other.close()
