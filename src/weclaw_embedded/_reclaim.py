@@ -424,7 +424,9 @@ def make_room(engine: Engine) -> bool:
     freed = 0
     # Where even that has no room, what was freed until then has to do.
     with contextlib.suppress(DiskFullError):
-        while freed < _STEPS and take_step(engine, True) == 0.0:
+        while freed < _STEPS or engine.run_once(_is_over):
+            if take_step(engine, True) != 0.0:
+                break
             freed += 1
         if not freed and engine.run_once(_leave_tail):
             freed += take_step(engine, True) == 0.0
@@ -433,6 +435,12 @@ def make_room(engine: Engine) -> bool:
     else:
         engine.run_once(keep_reserve)
     return freed > 0 or engine.log.free_bytes() > 0
+
+
+def _is_over(session: Session) -> bool:
+    """Whether the file is larger than `max_bytes` lets a put leave it: what settles may go on."""
+    limit = session.option("max_bytes")
+    return limit is not None and session.log.bytes_with(0, 0) > limit
 
 
 def _leave_tail(session: Session) -> bool:

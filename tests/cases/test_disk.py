@@ -402,11 +402,13 @@ def test_what_is_held_does_not_keep_producers_out_of_what_is_settled_behind_it(
     assert len(drain(q)) == n - n_held - settled + again
 
 
-@pytest.mark.parametrize(("size", "share"), [(5_000, 3), (5_000, 10)])
+@pytest.mark.parametrize(("size", "share"), [(5_000, 3), (5_000, 10), (300, 5)])
 def test_what_nobody_takes_does_not_keep_producers_out_of_what_is_settled_around_it(
     path, open_queue, size, share
 ):
-    """With `max_bytes` reached, and ready messages of another topic in all of the file."""
+    """With `max_bytes` reached, and ready messages of another topic in all of the file; also where
+    what settles has made it larger than that.
+    """
     q = open_queue(max_bytes=4 * MIB, retention=0, segment_bytes=65536, flush="os")
     other = weclaw.Queue(path, topic="other", flush="os")
     n = n_other = 0
