@@ -69,9 +69,10 @@ class Asking(Handle):
         before: int | None = None
         while True:
             try:
-                found: Outcome = self._once_settled(engine, until_s, self._outcome, id)
-            except StoreFailedError as error:
-                found = self._last_outcome(engine, error, until_s, id)
+                try:
+                    found: Outcome = self._once_settled(engine, until_s, self._outcome, id)
+                except StoreFailedError as error:
+                    found = self._last_outcome(engine, error, until_s, id)
             except CorruptError as error:
                 if self._met(error):
                     continue
