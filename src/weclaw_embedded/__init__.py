@@ -12,7 +12,6 @@
 
 from ._async import AsyncDeadLetterQueue, AsyncMessage, AsyncTransaction
 from ._async_queue import AsyncQueue
-from ._encoding import Put
 from ._message import Message
 from ._options import RetryPolicy
 from ._queries import GroupInfo, Stats
@@ -43,7 +42,7 @@ from .errors import (
     StoreFailedError,
     WeclawError,
 )
-from .queue import Queue
+from .queue import Put, Queue
 from .worker import Discard, RetryLater, Worker
 
 __all__ = [

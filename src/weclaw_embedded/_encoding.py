@@ -31,6 +31,7 @@ class Put:
     checked when it is put.
     """
 
+    __module__ = "weclaw_embedded.queue"  # where users find it, and where pickles look for it
     __slots__ = ("body", "delay", "eta", "headers", "id", "key", "priority", "ttl")
 
     def __init__(

@@ -20,6 +20,7 @@ from . import _delivery, _putting, _queries, _taking
 from ._asking import Asking
 from ._delivery import Address, Encoded, Lease
 from ._encoding import Encoder
+from ._encoding import Put as Put
 from ._engine import Engine
 from ._handle import Holder, check_text
 from ._message import Message, messages_of

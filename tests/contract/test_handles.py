@@ -112,6 +112,7 @@ def test_what_is_pickled_keeps_its_place(path):
     }
     for module, classes in places.items():
         assert {one.__module__ for one in classes} == {f"weclaw_embedded.{module}"}
+    assert pickle.loads(pickle.dumps(weclaw.Put("x", priority=3))).priority == 3
     with weclaw.Queue(path) as q:
         q.put("x")
         maker, _ = q.__reduce__()
