@@ -614,7 +614,16 @@ def test_a_reader_that_has_seen_enough(words: tuple[object, ...], file: Path) ->
     assert child.wait(timeout=30) == 141
 
 
-@pytest.mark.parametrize("words", [("tail",), ("dlq watch", "--json", "--exec", "true")], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tail",),
+        ("dlq watch", "--json", "--exec", "true"),
+        ("top", "-n", "2", "--interval", "600"),
+        ("top", "-n", "2", "--interval", "600", "--json"),
+    ],
+    ids=str,
+)
 def test_a_reader_that_leaves_while_nothing_comes(words: tuple[str, ...], file: Path) -> None:
     """`weclawctl tail FILE | head -1` ends, though no other message is ever put."""
     with weclaw.Queue(file) as q:

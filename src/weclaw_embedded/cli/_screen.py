@@ -114,8 +114,12 @@ def check_reader() -> None:
     """Raise ReaderLeftError if nobody reads standard output any more. For who waits: else only the
     next thing that is written would tell, and that may never come.
     """
+    try:
+        fd = sys.stdout.fileno()
+    except io.UnsupportedOperation:
+        return  # it is memory of whoever called us in his own process
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # what is asked for in any case: an error, a hang-up
+    poll.register(fd, 0)  # what is asked for in any case: an error, a hang-up
     if poll.poll(0):
         raise ReaderLeftError
 

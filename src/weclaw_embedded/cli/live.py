@@ -107,8 +107,16 @@ def _looks(
         before = {(place.topic, place.group): stats for place, stats in found.items()}
         puts_before = puts
         at = now
-        time.sleep(min(interval, _FIRST_S) if first else interval)
+        _wait(min(interval, _FIRST_S) if first else interval)
         first = False
+
+
+def _wait(seconds: float) -> None:
+    """Until the next look, for as long as somebody reads what is shown."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_S))
+        common.check_reader()
 
 
 def _look(
@@ -305,8 +313,7 @@ def tail(
                 return
             at = end
             while (end := _survey.end(store)) <= at:
-                time.sleep(_LOOK_S)
-                common.check_reader()
+                _wait(_LOOK_S)
 
 
 def _show(topic: str, content: Content, width: int, *, as_json: bool, several: bool) -> None:
