@@ -50,6 +50,7 @@ LAYERS = [
     ["_channel"],
     ["_feeder", "_receiver"],
     ["_session"],
+    ["_part"],
     ["_folding", "_damage", "_together", "_durability", "_file_options"],
     ["_upkeep", "_waiting", "_holding", "_with_replica"],
     ["_engine"],
@@ -279,6 +280,16 @@ def test_all_of_a_module_holds(name: str) -> None:
     module = __import__(f"weclaw_embedded.{name}", fromlist=["_"]) if name != "__init__" else None
     for public in getattr(module, "__all__", []):
         assert hasattr(module, public), f"{name}.{public}"
+
+
+def test_an_engine_that_only_looks_has_all_that_one_has_that_writes(tmp_path: Path) -> None:
+    """What a part of the engine makes of its own is there whichever way the file was opened."""
+    path = tmp_path / "q.wq"
+    with weclaw_embedded.Queue(path) as q, weclaw_embedded.Queue(path, readonly=True) as looker:
+        q.put("x")
+        q.get(block=False).ack()
+        writes, looks = vars(q._store._engine), vars(looker._store._engine)
+        assert writes.keys() <= looks.keys()
 
 
 def test_the_readmes_table_names_every_module() -> None:

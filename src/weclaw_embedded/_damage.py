@@ -19,18 +19,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Final
 
 from ._channel import Address, normal, read_record
+from ._opening import Opened
+from ._part import Part
 from ._session import ALL, Session
-from ._shared import IS_COPY, IS_FENCED, REPLICATION, SharedPage
-from ._wake import Timer
+from ._shared import IS_COPY, IS_FENCED, REPLICATION
 from .errors import ClosedError, DiskFullError, StorageError
-from .wal import Log
-
-if TYPE_CHECKING:
-    from ._engine import Engine
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -40,31 +36,21 @@ HEAL_PAUSE_S: Final = 30.0
 _MOST_TOLD: Final = 1000
 
 
-class Damage:
+class Damage(Part):
     """What `Engine` inherits to heal what it meets."""
 
-    path: str
-    page: SharedPage
-    log: Log
-    directory: str
-    closed: bool
-    timer: Timer
-    run: Callable[..., Any]
-    option: Callable[[str], Any]
-    chose: Callable[..., bool]
-    catch_up: Callable[..., None]
-    _adopted: list[Any]
-    # What the first handle names as the replica, until its options are adopted; False: none.
-    _named: object
-    # One thread at a time heals what was met; what that needs may lead it here again.
-    healing: threading.RLock
-    # Offsets of what was met and no replica of these has.
-    _answered: set[int]
-    _answered_by: list[Address]
-    _heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
-    _heal_is_due: bool
-    _told: set[int]  # places that were told of
-    last_bad: tuple[int, int] = (0, 0)  # where the last one begins and ends that was set aside
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self._named = opened.replica
+        # One thread at a time heals what was met; what that needs may lead it here again.
+        self.healing = threading.RLock()
+        # Offsets of what was met and no replica of these has.
+        self._answered: set[int] = set()
+        self._answered_by: list[Address] = []
+        self._heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
+        self._heal_is_due = False
+        self._told: set[int] = set()  # places that were told of
+        self.last_bad = (0, 0)  # where the last one begins and ends that was set aside
 
     def replicas(self) -> list[Address]:
         """Where what is damaged here may be whole: where the replica is, and, while a file is being
@@ -96,7 +82,7 @@ class Damage:
 
         if self.heal_pause_s() > 0 and not insist:
             return False
-        engine = cast("Engine", self)
+        engine = self.whole
         is_healed = False
         for address in self.replicas():
             try:

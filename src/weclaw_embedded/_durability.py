@@ -16,11 +16,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
-from . import _files
+from . import _disk, _files
+from ._opening import Opened
 from ._options import StoreOptions
+from ._part import Part
+from ._scratch import PAGE_NAME
 from ._shared import (
     DISK_FAILED,
     FAILED,
@@ -32,14 +35,15 @@ from ._shared import (
     SYNC_HIGH,
     SYNC_WANTED,
     UNSEEN,
-    SharedPage,
 )
-from ._wake import FEED_BYTE, READY_BYTE, SYNCED_BYTE, Timer, Waker, waiter_for
+from ._wake import FEED_BYTE, READY_BYTE, SYNCED_BYTE, waiter_for
+from ._watch import asker_of, watch_names
 from .errors import ClosedError, StorageError, StoreFailedError
-from .wal import COMMIT, TAIL, Log
+from .wal import COMMIT, TAIL
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._readonly import ReadonlyEngine
     from ._session import Session
 
 logger = logging.getLogger("weclaw_embedded")
@@ -75,41 +79,38 @@ def failure_of(why: int) -> str:
     return _MOVED.get(why, "a write or sync failed in another process")
 
 
-class Durability:
+class Durability(Part):
     """What `Engine` inherits to sync, and to stop when that fails."""
 
-    path: str
-    page: SharedPage
-    log: Log
-    slot: int
-    closed: bool
-    waker: Waker
-    timer: Timer
-    replication: Any
-    wake: Callable[[Sequence[int], bytes], None]
-    _lock: threading.Lock
-    _lock_file: Callable[[], object]
-    _unlock_file: Callable[[], object]
-    _sync_lock: threading.Lock
-    _syncing: bool
-    _sync_waiters: list[tuple[int, threading.Lock]]
-    _failure: str | None
-    failed_quietly: bool  # in a thread of our own, and nobody was told yet
-    # Everything below is on stable storage, as this process knows; `is_late` while that may be more
-    # than it has published.
-    synced: int
-    is_late: bool
-    _share_from: int  # nobody is waited for before the log's tail is there
-    puts_to: int  # where the last frame of this process with puts that were promised a sync ends
-    _identity: tuple[int, ...]
-    _watch_fd: int
-    _has_moved: Callable[[int], object]
-    last_looker: Any
-    _adopted: list[StoreOptions]
-    flush_is_due: bool
-    _unsynced: int  # messages put with `batch`
-    _flush_to: int  # so far a sync of them was begun
-    _settle_again_s: float
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self._sync_lock = threading.Lock()  # guards the next two
+        self._syncing = False
+        self._sync_waiters: list[tuple[int, threading.Lock]] = []
+        self.puts_to = 0  # where the last frame of it with puts that were promised a sync ends
+        self._share_from = 0  # nobody is waited for before the log's tail is there
+        self.flush_is_due = False
+        self._unsynced = 0  # messages put with `batch`
+        self._flush_to = 0  # so far a sync of them was begun
+        self._settle_again_s = 0.0  # before that it is seen to already: see `settle_left`
+        self.failed_quietly = False  # in a thread of our own, and nobody was told yet
+        self.last_looker: ReadonlyEngine | None = None  # see `last_look`
+        self._identity: tuple[int, ...] = ()  # of the file
+        self._watch_fd = -1
+
+    def _watch_place(self) -> None:
+        """Have the system say when the file, or the scratch folder, may have been moved."""
+        self._identity = _disk.identity(self.fd)[:2]
+        self._watch_fd = watch_names(
+            [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
+        )
+        self._has_moved = asker_of(self._watch_fd)
+
+    def _watch_no_more(self) -> None:
+        if self._watch_fd >= 0:
+            self._has_moved = asker_of(-1)
+            _files.close(self._watch_fd)
+            self._watch_fd = -1
 
     def durable(self, until: int) -> None:
         """Return once everything below `until` is on stable storage. Shared by all who wait.
@@ -426,8 +427,8 @@ class Durability:
             if self.closed or not self.is_lost():
                 raise error
             if self.last_looker is None:
-                self.last_looker = look_at_open(cast("Engine", self))
-            return cast("Engine", self.last_looker)
+                self.last_looker = look_at_open(self.whole)
+            return self.last_looker
 
     def _rescue(self) -> str:
         by_hand = f", or copy /proc/{os.getpid()}/fd/{self.log.fd}" if _HAS_PROC else ""

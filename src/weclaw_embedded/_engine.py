@@ -36,26 +36,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
-from collections import deque
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from . import _clock, _disk, _files, _locks, _records
+from . import _clock, _files, _locks, _records
 from ._damage import Damage
 from ._durability import Durability
 from ._file_options import FileOptions
 from ._folding import Folding
 from ._format import VOUCH
 from ._holding import Holding
-from ._index import Index
-from ._opening import IN_USE, WRITE, Opened
-from ._options import StoreOptions
-from ._scratch import INDEX_NAME, PAGE_NAME, write_clean_mark
-from ._session import ALL, Appended, Job, MoreEnded, Session, begin, spread
+from ._opening import IN_USE, Opened
+from ._scratch import INDEX_NAME, write_clean_mark
+from ._session import ALL, MoreEnded, Session, begin, spread
 from ._shared import (
     CLEAN_AT,
     FAILED,
@@ -65,16 +61,13 @@ from ._shared import (
     INDEX_TIME,
     IS_COPY,
     IS_FENCED,
-    LEASES_SEQ,
     REPLICATION,
     WAITERS,
-    SharedPage,
 )
 from ._together import Together
-from ._upkeep import LOOKS, Pin, Upkeep
+from ._upkeep import Upkeep
 from ._waiting import ALONE_CHECK_S, Waiting
-from ._wake import READY_BYTE, Timer, Waker
-from ._watch import asker_of, watch_names
+from ._wake import READY_BYTE
 from ._with_replica import WithReplica
 from .errors import (
     ClosedError,
@@ -86,12 +79,10 @@ from .wal import (
     COMMIT,
     HEAD,
     HEADER_HEALED,
-    LAST,
     READ_AGAIN,
     SEGMENT_LABELLED,
     TAIL,
     WRITING,
-    Log,
 )
 
 T = TypeVar("T")
@@ -147,96 +138,17 @@ class Engine(
     may call any method.
     """
 
-    def __init__(self, opened: Opened, replica: object = None) -> None:
-        self.path = opened.path
-        self.fd = opened.fd
-        self.header = opened.header
-        self.directory = opened.directory
-        self.page: SharedPage = opened.page
-        self.log: Log = opened.log
-        self.index: Index = opened.index
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self._begin(opened)
+
+    def _begin(self, opened: Opened) -> None:
+        """Take what was opened, and do with it what is to be done before anybody works."""
         words = self.page.words
         self.index.share(words[INDEX_SEQ : INDEX_SEQ + 1], words[INDEX_TIME : INDEX_TIME + 2])
-        self.slot = opened.slot
-        self.token = opened.token
-        self.recovery = opened.recovery
-        # What was damaged and could be made good. (Not slot headers: power may fail between two.)
-        healed = [] if opened.recovery is None else opened.recovery.healed
-        self.healed = [one for one in healed if one[1] in (HEADER_HEALED, SEGMENT_LABELLED)]
-        self.shift = self.page.shift
-        self.handles = 0
-        self.forked = False
-        self.closed = False
-        self.waker = Waker(self.directory, self.slot, self.fd)
-        self.timer = Timer("weclaw-timer")
-        # Apart from the timer, whose thread may be busy with a slow disk.
-        self.renewals = Timer("weclaw-renewals")
-        self.io: Any = None  # what serves event loops, made by `_io` when first needed
-        self.held: set[Any] = set()  # the leases of this process
-        self.suspects: set[Any] = set()  # those of them that were in a crash
-        self.most_held = 0  # with more it is looked which of them have run out
-        self.last_ids = (-1, "")  # how the ids we make are written in a segment, the last one
-        self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log
-        self._lock = threading.Lock()
-        self._lock_file, self._unlock_file = _locks.bound_lock(self.fd, WRITE)
-        self._lead_lock = threading.Lock()
-        self._led = False
-        self._waiting: deque[Job] = deque()
-        self._sync_lock = threading.Lock()
-        self._syncing = False
-        self._sync_waiters: list[tuple[int, threading.Lock]] = []
-        self._failure: str | None = None
-        self.failed_quietly = False
-        self.synced = self.puts_to = self._share_from = 0
-        self.is_late = False
-        self._identity = _disk.identity(self.fd)[:2]
-        self._watch_fd = -1
-        self.flush_is_due = False
-        self._unsynced = 0
-        self._flush_to = 0
-        # What this process wrote last, from one offset to another, and is not in the index yet.
-        self._written: list[Appended] = []
-        self._written_from = self._written_to = self._written_until = -1
-        self.folded_to = self._tail_seen = 0
-        self._next_probe = self._ahead_from = 0
-        self._owners_seen = -1
-        # What to ask of the locks of the owners seen then, but for our own.
-        self.others: list[tuple[int, bytes]] = []
-        self._last_segment = self.page.words[LAST]
-        self._upkeep_due = False
-        self._upkeeps_s: list[float] = []
-        self._upkept_at = -1  # the last segment at the last upkeep that was due
-        self._upkeepers: set[int] = set()  # threads that are at it
-        self._room_lock = threading.Lock()
-        self._room_maker = 0  # the thread that has it
-        # From this offset on it is looked whether there is space enough.
-        self._look_at = self.page.words[TAIL] + self.log.segment_bytes // LOOKS
-        self.pins: list[Pin] = []
-        # What groups in the way of reclaim had done, and when that last changed (queue time).
-        self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
-        self.known_options: dict[str, Any] = {}
-        self.effective: dict[str, Any] = {}
-        self.options_seen = -1
-        self.leases_seen = self.page.words[LEASES_SEQ]
-        self.consumer = ""
-        self.introduced_in = -1  # the segment in which it is written who this owner is
-        self._adopted: list[StoreOptions] = []
-        self.replication: Any = None  # this process's part in feeding the replica, if there is one
-        self.making = threading.Lock()  # held to make it
-        self._settle_again_s = 0.0  # before that it is seen to already: see `settle_left`
-        self._named = replica
-        self.healing = threading.RLock()
-        self._answered: set[int] = set()
-        self._answered_by: list[Any] = []
-        self._heal_is_due = False
-        self._told: set[int] = set()
-        self.last_looker: Any = None  # see `_readonly.last_look`
         try:
             opened.taken = True
-            self._watch_fd = watch_names(
-                [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
-            )
-            self._has_moved = asker_of(self._watch_fd)
+            self._watch_place()
             self._begin_work(opened)
         except BaseException:
             # Nobody will have this engine to close it.
@@ -250,8 +162,11 @@ class Engine(
         """What an opening has left to the engine: telling, the index anew, and healing."""
         if opened.role:
             self._take_role(opened)
-        if self.recovery is not None:
-            self._report(self.recovery)
+        if opened.recovery is not None:
+            # Not slot headers: power may fail between two of them.
+            healed = opened.recovery.healed
+            self.healed = [one for one in healed if one[1] in (HEADER_HEALED, SEGMENT_LABELLED)]
+            self._report(opened.recovery)
         if opened.rebuild:
             self.run(lambda session: session.tx)
         # Before anything can be given back.
@@ -288,7 +203,7 @@ class Engine(
                 try:
                     self._lock_file()
                     if words[FAILED] or words[WRITING] or words[REPLICATION] or self._has_moved(0):
-                        session = self._begin()
+                        session = self._begin_turn()
                     else:
                         session = begin(Session, self)
                     if self.is_late:
@@ -359,7 +274,7 @@ class Engine(
         """`run`, once, with the space there is."""
         return self.run(_without_making_room, operation, *args)
 
-    def _begin(self) -> Session:
+    def _begin_turn(self) -> Session:
         """What is not plain about a turn, before it."""
         words = self.page.words
         if words[FAILED]:
@@ -527,10 +442,7 @@ class Engine(
             self.last_looker.leave(self.forked)
         self.page.close()
         _files.close(self.fd)
-        if self._watch_fd >= 0:
-            self._has_moved = asker_of(-1)
-            _files.close(self._watch_fd)
-            self._watch_fd = -1
+        self._watch_no_more()
 
     def _vouch(self) -> bool:
         """Append the frame that says: everything before me was synced."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from . import _records
 from ._channel import Address, normal
 from ._format import FileHeader
+from ._opening import Opened
 from ._options import DEFAULTS, RECORDED_OPTIONS, StoreOptions, check_option
+from ._part import Part
 from ._session import SYNC, Session
-from ._shared import OPTIONS_SEQ, SharedPage
+from ._shared import OPTIONS_SEQ
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -57,20 +59,14 @@ def recorded_replica(recorded: Mapping[str, Any], header: FileHeader) -> Address
     return normal(_believed("replica", recorded["replica"]))
 
 
-class FileOptions:
+class FileOptions(Part):
     """What `Engine` inherits to record options and to answer for them."""
 
-    path: str
-    page: SharedPage
-    header: FileHeader
-    run: Callable[..., Any]
-    _configure_replica: Callable[[], None]
-    heal_met: Callable[[], None]
-    known_options: dict[str, Any]
-    effective: dict[str, Any]
-    options_seen: int
-    consumer: str
-    _adopted: list[StoreOptions]
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self.known_options: dict[str, Any] = {}  # what the file records
+        self.effective: dict[str, Any] = {}  # what holds here
+        self.options_seen = -1  # OPTIONS_SEQ as it was then
 
     def options(self) -> dict[str, Any]:
         """What the file records of its options, as last changed by any process."""

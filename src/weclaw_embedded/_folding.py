@@ -12,16 +12,16 @@ case once it is `_MOST_LEFT_BYTES`; in parts, so that nobody waits long for the 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-from ._index import BehindError, Index, IndexFullError, Tx
+from ._index import BehindError, IndexFullError, Tx
+from ._opening import Opened
+from ._part import Part
 from ._rebuild import Last, fold_in_parts, seed
 from ._session import Appended, Session
-from ._shared import SharedPage
 from .errors import CorruptError, StorageError
-from .wal import LAST_FRAME, TAIL, Log, Recovery
+from .wal import LAST_FRAME, TAIL, Recovery
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -39,28 +39,15 @@ def _give_up(offset: int, reason: str) -> None:
     raise BehindError
 
 
-class Folding:
+class Folding(Part):
     """What `Engine` inherits to keep its index level with its log."""
 
-    path: str
-    page: SharedPage
-    log: Log
-    index: Index
-    healed: list[tuple[int, str]]
-    # What this process wrote last, from one offset to another, and is not in the index yet.
-    _written: list[Appended]
-    _written_from: int
-    _written_to: int
-    _written_until: int  # beyond this it is too much to be kept
-    # Up to here the index is known to be level; others may have brought it further.
-    folded_to: int
-    run_once: Callable[..., Any]
-    damage_met: Callable[[], None]
-    tell_damage: Callable[[int, str], None]
-    closed: bool
-    _tail_seen: int
-    _lock: threading.Lock
-    _ahead_from: int  # nothing is folded ahead before the log's tail is there
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        # Up to here the index is known to be level; others may have brought it further.
+        self.folded_to = 0
+        self._tail_seen = 0  # at the last call of `fold_behind` that was not in a hurry
+        self._ahead_from = 0  # nothing is folded ahead before the log's tail is there
 
     def catch_up(self, tx: Tx) -> None:
         """Apply everything written and not yet applied. The caller holds the write lock."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from . import _clock, _records
-from ._session import ALL, SYNC, Appended, Session
+from ._opening import Opened
+from ._part import Part
+from ._session import ALL, SYNC, Session
 from ._shared import (
     FAILED,
     FOR_SETTLED,
@@ -26,53 +27,23 @@ from ._shared import (
     REPLICATION,
     SYNC_HIGH,
     WAITERS,
-    SharedPage,
 )
 from .errors import ClosedError, DiskFullError, FencedError, StorageError, StoreFailedError
-from .wal import COMMIT, READ_AGAIN, TAIL, WRITING, Log
+from .wal import COMMIT, READ_AGAIN, TAIL, WRITING
 
 _FEW_HELD: Final = 1024  # leases
 
 
-class Holding:
+class Holding(Part):
     """What `Engine` inherits to know the leases of its process."""
 
-    page: SharedPage
-    token: int
-    consumer: str
-    closed: bool
-    held: set[Any]
-    suspects: set[Any]
-    leases_seen: int
-    introduced_in: int
-    flush: Callable[[], None]
-    most_held: int
-    _failure: str | None
-    # For turns that end a lease.
-    log: Log
-    shift: int
-    is_late: bool
-    _lock: threading.Lock
-    _lock_file: Callable[[], object]
-    _unlock_file: Callable[[], object]
-    _has_moved: Callable[[int], object]
-    _written: list[Appended]
-    _written_to: int
-    _written_until: int
-    _look_at: int
-    _upkeep_due: bool
-    remember_written: Callable[[int, int, list[Appended]], None]
-    share_sync: Callable[[int], bool]
-    await_anothers: Callable[[int], None]
-    durable: Callable[[int], None]
-    _look_for_space: Callable[[int], None]
-    _upkeep_soon: Callable[[], None]
-
-    if TYPE_CHECKING:
-
-        def run(self, operation: Callable[..., Any], *args: Any) -> Any: ...
-
-        def fail(self, what: str, why: int = 0) -> StoreFailedError: ...
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self.held: set[Any] = set()  # the leases of this process
+        self.suspects: set[Any] = set()  # those of them that were in a crash
+        self.most_held = 0  # with more it is looked which of them have run out
+        self.leases_seen = self.page.words[LEASES_SEQ]
+        self.introduced_in = -1  # the segment in which it is written who this owner is
 
     def end(self, lease: Any, record: bytes, policy: int, waits: bool = True) -> int:
         """A turn that only ends a lease by one record: what `run` makes of `_settling.end`, without

@@ -105,6 +105,7 @@ class Opened:
     rebuild: bool  # the index is empty and must be folded from the log
     role: int = PRIMARY  # what the file says it is
     role_epoch: int = 0
+    replica: object = None  # what the first handle names as the replica; False: none
     taken: bool = False  # by a store that closes it, or by nobody any more
 
     def give_up(self) -> None:

@@ -19,10 +19,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from . import _clock, _files, _locks, _names
 from ._engine import Engine
@@ -30,7 +29,7 @@ from ._finding import recorded_head
 from ._format import FIRST, SLOT_BYTES
 from ._index import Index, Tx
 from ._lost_end import SEGMENT_LOST, find_lost
-from ._opening import OWNER, attach_page
+from ._opening import OWNER, Opened, attach_page
 from ._options import StoreOptions
 from ._paths import check_path, is_new, read_header
 from ._scan import BadPartError, collect
@@ -38,10 +37,12 @@ from ._scratch import PAGE_NAME, scratch_of
 from ._segments import Segments
 from ._session import Session, begin
 from ._shared import DEAD_SEQ, FAILED, SHIFT
-from ._wake import Timer, Waiter, Waker
-from ._watch import asker_of
+from ._wake import Waiter, Waker
 from .errors import ClosedError, CorruptError, StorageError
 from .wal import COMMIT, HEAD, LAST, TAIL, Log, LogState
+
+if TYPE_CHECKING:
+    from ._shared import SharedPage
 
 T = TypeVar("T")
 What = TypeVar("What")
@@ -54,6 +55,8 @@ _READS: Final = 3  # of a record that may be half written
 
 class _Page(LogState):
     """What a looker knows of the shared page: private words, and the owners that live."""
+
+    shift = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,46 +119,35 @@ class _Session(Session):
 class ReadonlyEngine(Engine):
     """See the module. Offers what looking needs of `Engine`."""
 
-    last_looker = None
-
     def __init__(self, path: str, fd: int) -> None:
         """`fd`: of the file; closed with the engine, and by who makes it if this raises."""
-        self.path = path
-        self.directory = scratch_of(path)
-        self.fd = fd
-        self.header = read_header(fd, path)
+        header = read_header(fd, path)
         # No lock: one that only looks must not keep the first who writes after a reboot from
         # having the file for himself.
         self._looked = _Page()
-        self.page = self._looked  # type: ignore[assignment]  # the part of it that looking needs
-        self.log = Log(fd, self.header, self._looked, readonly=True)
-        self.timer = self.renewals = Timer("weclaw-timer")
-        self.io = None
-        self.held = set()
-        self.healed = []
-        self.suspects = set()
-        self._written = []
-        self._written_from = self._written_to = -1
-        self._watch_fd = -1
-        self._has_moved = asker_of(-1)
-        self.handles = 1
-        self.slot = -1
-        self.waker = _Waker(self.directory, self.slot, self.fd)
-        self.token = 0
-        self.forked = self.closed = False
-        self._lock = threading.Lock()
+        log = Log(fd, header, self._looked, readonly=True)
         # Where the log ended that is in the index; offset and checksum of its last frame.
         self._folded = (0, 0, 0)
         self._confirmed = 0  # as far as the page says, whether somebody lives or not
         self._shift: int | None = None  # what those who write add to the clock
-        self._told = set()
         self._is_doubtful = False  # the index may say what the log does not
-        self._adopted = []
-        self.known_options = {}
-        self.effective = {}
-        self.options_seen = -1
         self._left: list[tuple[str, Index]] = []  # that it goes by no more
-        self._own, self.index = _own_index()  # last, so that nothing can fail behind it
+        page = cast("SharedPage", self._looked)  # the part of it that looking needs
+        scratch = scratch_of(path)
+        self._own, index = _own_index()
+        try:
+            super().__init__(
+                Opened(path, fd, header, scratch, page, log, index, -1, 0, None, False)
+            )
+            self.waker = _Waker(self.directory, self.slot, self.fd)
+            self.handles = 1
+        except BaseException:
+            index.close(sync=False)
+            _remove(self._own)
+            raise
+
+    def _begin(self, opened: Opened) -> None:
+        """Nothing is watched, told of, or healed."""
 
     def run_with(self, operation: Callable[[Session, What], T], what: What) -> T:
         """Run `operation(session, what)` on what the file says now, and drop what it judged."""

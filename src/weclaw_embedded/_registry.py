@@ -62,7 +62,8 @@ def acquire(
         opened = open_shared(real, segment_bytes, default_segment_bytes, complete)
         engine = None
         try:
-            engine = Engine(opened, replica)
+            opened.replica = replica
+            engine = Engine(opened)
             found = os.fstat(engine.fd)
             engine.handles = 1
             _engines[found.st_dev, found.st_ino] = engine

@@ -19,18 +19,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar, cast
-
-from typing_extensions import TypeVarTuple, Unpack
+from typing import Final, TypeVar, cast
 
 from ._index import IndexFullError
+from ._opening import Opened
+from ._part import Part
 from ._session import Job, MoreEnded, Session
-from ._shared import REPLICATION, SharedPage
+from ._shared import REPLICATION
 from .errors import DiskFullError
 
 T = TypeVar("T")
 What = TypeVar("What")
-Args = TypeVarTuple("Args")
 
 # Operations of other threads that one runs with his own.
 _MOST_JOBS: Final = 64
@@ -61,27 +60,14 @@ def _wake(jobs: list[Job] | None) -> None:
         job.turn.release()
 
 
-class Together:
+class Together(Part):
     """What `Engine` inherits to run operations in shared turns."""
 
-    page: SharedPage
-    durable: Callable[[int], None]
-    make_room: Callable[[], bool]
-    _lead_lock: threading.Lock  # guards the next two
-    _led: bool
-    _waiting: deque[Job]
-    on_replica: Callable[[int, float], bool]
-
-    if TYPE_CHECKING:
-
-        @property
-        def replica_timeout(self) -> float: ...
-
-        def run_with(self, operation: Callable[[Session, What], T], what: What) -> T: ...
-
-        def run_once(
-            self, operation: Callable[[Session, Unpack[Args]], T], *args: Unpack[Args]
-        ) -> T: ...
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self._lead_lock = threading.Lock()  # guards the next two
+        self._led = False
+        self._waiting: deque[Job] = deque()
 
     def run_together(self, operation: Callable[[Session, What], T], what: What) -> T:
         """`run_with`, for what many threads do at once: run and synced with what they want."""

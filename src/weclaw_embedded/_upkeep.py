@@ -17,18 +17,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Final
 
-from ._index import Index
+from ._opening import Opened
+from ._part import Part
 from ._session import Session
-from ._shared import SharedPage
-from ._wake import Timer
 from .errors import ClosedError, DiskFullError, StorageError
-from .wal import LAST, RESERVE, SPARES, TAIL, Log
-
-if TYPE_CHECKING:
-    from ._engine import Engine
+from .wal import LAST, RESERVE, SPARES, TAIL
 
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
@@ -69,25 +64,22 @@ class Pin:
     is_over = False
 
 
-class Upkeep:
+class Upkeep(Part):
     """What `Engine` inherits to keep space, and to give it back."""
 
-    page: SharedPage
-    log: Log
-    index: Index
-    timer: Timer
-    slot: int
-    closed: bool
-    pins: list[Pin]
-    run_once: Callable[..., Any]
-    _look_at: int
-    _last_segment: int
-    _upkeep_due: bool  # it is called soon
-    _upkeeps_s: list[float]  # when it is called (time.monotonic)
-    _upkept_at: int
-    _upkeepers: set[int]
-    _room_lock: threading.Lock
-    _room_maker: int
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        words = self.page.words
+        self._look_at = words[TAIL] + self.log.segment_bytes // LOOKS
+        self._last_segment = words[LAST]  # when it was looked for space
+        self._upkeeps_s: list[float] = []  # when upkeep is called (time.monotonic)
+        self._upkept_at = -1  # the last segment at the last upkeep that was due
+        self._upkeepers: set[int] = set()  # threads that are at it
+        self._room_lock = threading.Lock()
+        self._room_maker = 0  # the thread that has it
+        self.pins: list[Pin] = []
+        # What groups in the way of reclaim had done, and when that last changed (queue time).
+        self.progress: tuple[list[tuple[int, int, int]], int] = ([], 0)
 
     def _look_for_space(self, tail: int) -> None:
         """See to it that there is space for what comes: now and then, and when a segment begins, be
@@ -176,7 +168,7 @@ class Upkeep:
         with self._room_lock:
             self._room_maker = threading.get_ident()
             try:
-                return make_room(cast("Engine", self))
+                return make_room(self.whole)
             finally:
                 self._room_maker = 0
 
@@ -212,9 +204,7 @@ class Upkeep:
         with contextlib.suppress(StorageError, ClosedError):
             self._upkeepers.add(me)
             try:
-                wait_s = (
-                    None if self.closed else maintain(cast("Engine", self), busy=busy, calm=calm)
-                )
+                wait_s = None if self.closed else maintain(self.whole, busy=busy, calm=calm)
             finally:
                 self._upkeepers.discard(me)
             if wait_s is not None:
@@ -227,6 +217,6 @@ class Upkeep:
         from ._reclaim import maintain
 
         for _ in range(_LAST_ROUNDS):
-            wait_s = maintain(cast("Engine", self))
+            wait_s = maintain(self.whole)
             if wait_s is None or wait_s > UPKEEP_S:
                 return

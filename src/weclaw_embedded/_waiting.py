@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from . import _clock, _locks
-from ._opening import OWNER
+from ._opening import OWNER, Opened
+from ._part import Part
 from ._session import ALL, Session
 from ._shared import (
     DEAD_SEQ,
@@ -28,9 +29,8 @@ from ._shared import (
     READY,
     SETTLED,
     SYNC_HIGH,
-    SharedPage,
 )
-from ._wake import READY_BYTE, SETTLED_BYTE, Waiter, Waker
+from ._wake import READY_BYTE, SETTLED_BYTE, Waiter
 from .errors import ClosedError, StorageError
 from .wal import COMMIT, TAIL
 
@@ -42,26 +42,16 @@ ALONE_CHECK_S: Final = 2.0
 _ASK_AGAIN_NS: Final = 100_000_000
 
 
-class Waiting:
+class Waiting(Part):
     """What `Engine` inherits to wait, to wake and to see who has died."""
 
-    fd: int
-    page: SharedPage
-    slot: int
-    waker: Waker
-    closed: bool
-    durable: Callable[[int], None]
-    _check_place: Callable[[], None]
-    ask_again_ns = 0  # until then nobody need be asked for who holds no lease (monotonic)
-    _next_probe: int
-    _owners_seen: int
-    others: list[tuple[int, bytes]]
-
-    if TYPE_CHECKING:
-
-        def run(self, operation: Callable[..., Any], *args: Any) -> Any: ...
-
-        def run_once(self, operation: Callable[..., Any], *args: Any) -> Any: ...
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self._owners_seen = -1
+        # What to ask of the locks of the owners seen then, but for our own.
+        self.others: list[tuple[int, bytes]] = []
+        self._next_probe = 0  # which of them is asked next
+        self.ask_again_ns = 0  # until then nobody need be asked for who holds no lease (monotonic)
 
     def _take_pokes(self, session: Session) -> None:
         """Note whom to wake when the lock is given back."""

@@ -12,12 +12,13 @@ It must not know what travels between the two.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 from ._format import FENCED
 from ._opening import Opened
-from ._options import DEFAULTS, StoreOptions
+from ._options import DEFAULTS
+from ._part import Part
 from ._shared import (
     FENCED_BY,
     IS_COPY,
@@ -28,26 +29,17 @@ from ._shared import (
     REPLICATION,
     SYNC_WANTED,
     WANTED,
-    SharedPage,
 )
 from .errors import ReplicaUnavailableError
 from .wal import COMMIT, TAIL
 
-if TYPE_CHECKING:
-    from ._engine import Engine
 
-
-class WithReplica:
+class WithReplica(Part):
     """What `Engine` inherits for a file that has a replica, or is one."""
 
-    path: str
-    page: SharedPage
-    closed: bool
-    replication: Any
-    making: threading.Lock
-    option: Callable[[str], Any]
-    _adopted: list[StoreOptions]
-    synced: int
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self.making = threading.Lock()  # held to make `replication`
 
     def replica_lag(self) -> int | None:
         """Bytes that the replica is behind; None without one."""
@@ -80,20 +72,20 @@ class WithReplica:
         """Wait until the replica has everything below; False when the time is over."""
         from ._replicated import wait
 
-        return wait(cast("Engine", self), until, until_s)
+        return wait(self.whole, until, until_s)
 
     def take_back(self, until: int, puts: Sequence[int]) -> ReplicaUnavailableError | None:
         """Take back puts that the replica did not confirm; what to raise. None: it has them."""
         from ._replicated import take_back
 
-        return take_back(cast("Engine", self), until, puts)
+        return take_back(self.whole, until, puts)
 
     def _configure_replica(self) -> None:
         words = self.page.words
         if self.option("replica") or words[REPLICATION] or words[REPLICA_HIGH]:
             from ._replicated import configure
 
-            configure(cast("Engine", self))
+            configure(self.whole)
 
     def take_part(self, replication: Any) -> bool:
         """Keep this as the process's part in feeding the replica; False if it has one."""
