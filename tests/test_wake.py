@@ -9,19 +9,22 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dis import opname
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.helpers.processes import Child
 from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _waiting
+from weclaw_embedded import _files, _waiting, _wake
 from weclaw_embedded._shared import READY, SETTLED, WAITERS
 from weclaw_embedded._wake import SETTLED_BYTE, Timer, pipe_path, waiter_for
 from weclaw_embedded.wal import COMMIT, TAIL
@@ -158,6 +161,77 @@ def test_what_was_due_and_failed_stops_nothing_else(caplog: pytest.LogCaptureFix
     assert called.wait(30)
     timer.close()
     assert "IndexError" in caplog.text
+
+
+def test_what_many_want_soon_is_called_once_for_all_of_them() -> None:
+    """By the first time that one of them wants; and again for who wants it after it began."""
+    timer, may_end, came = Timer("weclaw-test"), threading.Event(), threading.Semaphore(0)
+
+    def function() -> None:
+        came.release()
+        may_end.wait(30)
+
+    far_s = time.monotonic() + 3600
+    for when_s in (far_s, far_s + 1, far_s):
+        timer.call_by(when_s, function)
+    assert [one[0] for one in timer._heap] == [far_s]
+    timer.call_by(0.0, function)
+    assert came.acquire(timeout=30)
+    assert timer.next_s(function) == far_s
+    for _ in range(2):
+        timer.call_by(1.0, function)
+    assert timer.next_s(function) == 1.0
+    assert len(timer._heap) == 2
+    may_end.set()
+    assert came.acquire(timeout=30)
+    timer.close()
+    assert not came.acquire(blocking=False)
+    assert timer.next_s(function) == math.inf
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_call_that_was_asked_for_again_after_ctrl_c_comes(sleeps: bool) -> None:
+    """Wherever that was noticed while it was asked for, where a function begins or a call is over;
+    with the timer's thread to be begun, and with one that sleeps.
+    """
+    n = 0
+    while True:
+        n += 1
+        timer, called = Timer("weclaw-test"), threading.Event()
+        if sleeps:
+            timer.call_at(0.0, called.set)
+            assert called.wait(30)
+            called.clear()
+        left = n
+        called_last = False
+
+        def interrupt(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left, called_last
+            if frame.f_code.co_filename != _wake.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            left -= event == "call" or (event == "opcode" and called_last)
+            now = opname[frame.f_code.co_code[frame.f_lasti]]
+            called_last = event == "opcode" and now.startswith("CALL")
+            if left == 0:
+                left = -1
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            timer.call_by(0.0, called.set)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if left > 0:
+            break
+        timer.call_by(0.0, called.set)
+        assert called.wait(30), n
+        timer.close()
+    timer.close()
+    assert n > 8
 
 
 def test_what_was_cancelled_is_not_kept_and_all_else_is_called_in_time() -> None:

@@ -48,7 +48,6 @@ class Damage(Part):
         self._answered: set[int] = set()
         self._answered_by: list[Address] = []
         self._heal_again_s = 0.0  # before that (time.monotonic) the replica is not asked for bytes
-        self._heal_is_due = False
         self._told: set[int] = set()  # places that were told of
         self.last_bad = (0, 0)  # where the last one begins and ends that was set aside
 
@@ -112,7 +111,7 @@ class Damage(Part):
         with self.healing:
             while places := self.run(_unanswered_places):
                 if self.heal_pause_s() > 0:
-                    self._heal_soon(self._heal_again_s)
+                    self.timer.call_by(self._heal_again_s, self._heal_quietly)
                     return
                 bits = self.log.bits
                 segments = sorted({place >> bits for place in places})
@@ -149,21 +148,9 @@ class Damage(Part):
 
     def damage_met(self) -> None:
         """Something was passed over just now. Called under the write lock."""
-        self._heal_soon(0.0)
-
-    def _heal_soon(self, when_s: float) -> None:
-        if self._heal_is_due:
-            return
-        try:
-            # In this order: the timer, which takes the flag back, may be at it at once.
-            self._heal_is_due = True
-            self.timer.call_at(when_s, self._heal_quietly)
-        except BaseException:
-            self._heal_is_due = False  # Ctrl-C: whoever meets damage next has it healed
-            raise
+        self.timer.call_by(0.0, self._heal_quietly)
 
     def _heal_quietly(self) -> None:
-        self._heal_is_due = False
         # Each of these every later call says.
         with contextlib.suppress(StorageError, ClosedError):
             if not self.closed:

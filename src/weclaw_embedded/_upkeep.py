@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from typing import Final
@@ -72,7 +73,6 @@ class Upkeep(Part):
         words = self.page.words
         self._look_at = words[TAIL] + self.log.segment_bytes // LOOKS
         self._last_segment = words[LAST]  # when it was looked for space
-        self._upkeeps_s: list[float] = []  # when upkeep is called (time.monotonic)
         self._upkept_at = -1  # the last segment at the last upkeep that was due
         self._upkeepers: set[int] = set()  # threads that are at it
         self._room_lock = threading.Lock()
@@ -173,17 +173,15 @@ class Upkeep(Part):
                 self._room_maker = 0
 
     def _upkeep_soon(self) -> None:
-        self._upkeep_within(OFTEN_S if self._upkeeps_s else UPKEEP_S)
+        is_due = self.timer.next_s(self._upkeep) < math.inf
+        self._upkeep_within(OFTEN_S if is_due else UPKEEP_S)
 
     def _upkeep_within(self, wait_s: float) -> None:
         """Have upkeep called after so long, unless it is called before that. One that is due in
         two days, when retention is over, is no reason not to look when there is more to give back.
         """
-        at_s = time.monotonic() + wait_s
-        if not any(due_s <= at_s for due_s in self._upkeeps_s):
-            # In this order: after Ctrl-C in between it is called once too often, and not never.
-            self.timer.call_at(at_s, self._upkeep)
-            self._upkeeps_s.append(at_s)
+        self.timer.call_by(time.monotonic() + wait_s, self._upkeep)
+        # In this order: after Ctrl-C in between it is asked for once more, and not never.
         if wait_s <= OFTEN_S:
             self._upkeep_due = True
 
@@ -196,9 +194,7 @@ class Upkeep(Part):
         last = self.page.words[LAST]
         calm = not busy and last == self._upkept_at
         if not busy:
-            now_s = time.monotonic()
-            self._upkeeps_s = [due_s for due_s in self._upkeeps_s if due_s > now_s]
-            self._upkeep_due = any(due_s <= now_s + OFTEN_S for due_s in self._upkeeps_s)
+            self._upkeep_due = self.timer.next_s(self._upkeep) <= time.monotonic() + OFTEN_S
             self._upkept_at = last
         # What it could not do now is done by the next call; a failure is in the shared page.
         with contextlib.suppress(StorageError, ClosedError):

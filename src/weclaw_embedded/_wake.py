@@ -343,7 +343,9 @@ class Timer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._condition = threading.Condition()
+        # Taken by itself: on the way into a condition, and out of it, Ctrl-C may leave it locked.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._cancelled: set[int] = set()  # numbers of calls that nobody wants any more
@@ -354,20 +356,36 @@ class Timer:
         """Call `function` at `time.monotonic() == when_s` or soon after; the number of this call,
         for `cancel`.
         """
-        with self._condition:
+        with self._lock:
             if self._closed or sys.is_finalizing():
                 return 0
-            self._count += 1
-            number = self._count
-            heapq.heappush(self._heap, (when_s, self._count, function))
+            # In this order, since Ctrl-C may come between any two of these lines: what is due has a
+            # thread that looks at it, which it does when this one gives the lock back.
             if self._thread is None:
-                # Known only once it runs: Ctrl-C may come between any two of these lines.
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
-                self._thread = thread
-            elif self._heap[0][1] == number:
+                self._thread = thread  # known only once it runs
+            elif not self._heap or when_s < self._heap[0][0]:
                 self._condition.notify()
+            self._count = number = self._count + 1
+            heapq.heappush(self._heap, (when_s, number, function))
             return number
+
+    def call_by(self, when_s: float, function: Callable[[], None]) -> None:
+        """Have `function` called at `time.monotonic() == when_s`, unless it is called before that
+        anyhow: so what many want soon is done once for all of them. Whether it is due is known here
+        alone, so that Ctrl-C leaves nothing that is taken for due and never comes.
+        """
+        with self._lock:
+            if self.next_s(function) > when_s:
+                self.call_at(when_s, function)
+
+    def next_s(self, function: Callable[[], None]) -> float:
+        """When `function` is called next (time.monotonic); infinity where it is not due."""
+        with self._lock:
+            return min(
+                (when_s for when_s, _, due in self._heap if due == function), default=math.inf
+            )
 
     def cancel(self, number: int) -> None:
         """This call is not wanted any more. It may come all the same, but nothing of it is kept
@@ -376,7 +394,7 @@ class Timer:
         self._cancelled.add(number)
         # Once for as many as are left, so that each costs the same however many there are.
         if len(self._cancelled) > max(_MOST_CANCELLED, len(self._heap) // 2):
-            with self._condition:
+            with self._lock:
                 cancelled, self._cancelled = self._cancelled, set()
                 kept = [one for one in self._heap if one[1] not in cancelled]
                 heapq.heapify(kept)
@@ -384,12 +402,12 @@ class Timer:
 
     def _run(self) -> None:
         me = threading.current_thread()
-        with self._condition:
+        with self._lock:
             # Whoever started it was perhaps interrupted before he could note it.
             if self._thread is None:
                 self._thread = me
         while self._thread is me:
-            with self._condition:
+            with self._lock:
                 while not self._closed:
                     if not self._heap:
                         self._condition.wait()
@@ -411,7 +429,7 @@ class Timer:
 
     def stop(self) -> None:
         """Call nothing any more; the thread ends by itself."""
-        with self._condition:
+        with self._lock:
             self._closed = True
             self._heap.clear()
             self._condition.notify()
