@@ -89,7 +89,6 @@ class Durability(Part):
         self._sync_waiters: list[tuple[int, threading.Lock]] = []
         self.puts_to = 0  # where the last frame of it with puts that were promised a sync ends
         self._share_from = 0  # nobody is waited for before the log's tail is there
-        self.flush_is_due = False
         self._unsynced = 0  # messages put with `batch`
         self._flush_to = 0  # so far a sync of them was begun
         self._settle_again_s = 0.0  # before that it is seen to already: see `settle_left`
@@ -355,10 +354,13 @@ class Durability(Part):
                 until = self._flush_to
         # In any case: the one that is under way may have begun before this was written.
         if not self.flush_is_due:
-            due_s = time.monotonic() + options.flush_interval_ms / 1000
             try:
+                # First: whoever is adopted behind it takes it back.
                 self.flush_is_due = True
-                self.timer.call_at(due_s, self._timed_flush)
+                # By the shortest of all, since those who find it due count on it.
+                others = [one.flush_interval_ms for one in self._adopted if one.flush == "batch"]
+                wait_s = min([options.flush_interval_ms, *others]) / 1000
+                self.timer.call_by(time.monotonic() + wait_s, self._timed_flush)
             except BaseException:  # Ctrl-C: the next one is to see to it
                 self.flush_is_due = False
                 raise

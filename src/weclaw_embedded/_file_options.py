@@ -97,6 +97,7 @@ class FileOptions(Part):
         if given:
             self.change_options(given, SYNC)
         self._adopted.append(options)
+        self.flush_is_due = False  # for this one it may be due too late
         try:
             self._follow_adopted(consumer)
         except BaseException:

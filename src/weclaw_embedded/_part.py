@@ -82,6 +82,8 @@ class Part:
         self._written_until = -1  # beyond this it is too much to be kept
         self._look_at = 0  # from this offset on it is looked whether there is space enough
         self._upkeep_due = False  # upkeep is called soon
+        # What is put with `batch` is forced to disk within the interval of each who puts so.
+        self.flush_is_due = False
         # What puts know, so as not to look it up.
         self.last_ids = (-1, "")  # how the ids we make are written in a segment, the last one
         self.topics: dict[str, int] = {}  # whose TOPIC record is known to be in the log

@@ -13,6 +13,7 @@ from tests.helpers.queues import NO_WAIT, drain, eventually, take
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _clock, _files, _message, aio, threads
+from weclaw_embedded.wal import TAIL
 
 UTC = datetime.timezone.utc
 
@@ -959,6 +960,19 @@ def test_batch_forces_to_disk_whatever_was_written(open_queue, monkeypatch, how)
         }[how]()
     assert first == msg.id
     assert synced.wait(10.0)
+
+
+def test_batch_is_forced_to_disk_within_the_interval_of_each_handle(open_queue):
+    """Also where one that may wait longer has put before, or was opened before."""
+    slow = open_queue(flush="batch", flush_interval_ms=3_600_000)
+    engine = slow._store._engine
+    slow.put("slow")
+    quick = open_queue(topic="other", flush="batch", flush_interval_ms=20)
+    for _ in range(2):
+        slow.put("slow")
+        quick.put("quick")
+        tail = engine.page.words[TAIL]
+        eventually(lambda tail=tail: engine.is_durable(tail))
 
 
 def test_batch_forces_to_disk_what_is_put_while_a_flush_is_under_way(open_queue, monkeypatch):
