@@ -57,7 +57,7 @@ LAYERS = [
     ["_registry", "_readonly", "_delivery", "_rounds"],
     ["_replication"],
     ["_replicated"],
-    ["_settling", "_taking"],
+    ["_settling", "_taking", "_handed_out"],
     ["_putting"],
     ["_queries", "_reclaim", "_mend", "_order", "_pending"],
     ["_healing"],

@@ -110,6 +110,53 @@ def test_an_item_that_was_got_before_a_fork_stays_the_parents(path):
         child.end()
 
 
+def work_in_a_child(pipe, path, module, ending):
+    """The parent has an item in hand, and has counted one done by a stranger; the child works."""
+    from weclaw_embedded import aio, threads
+
+    q = {"threads": threads, "aio": aio}[module].Queue(path=path)
+    for n in range(6):
+        q.put_nowait(n)
+    assert [q.get_nowait(), q.get_nowait()] == [0, 1]
+    stranger = threading.Thread(target=q.task_done)
+    stranger.start()
+    stranger.join()
+    seen = [q.unfinished_tasks]
+    pid = os.fork()
+    if pid == 0:
+        try:
+            told = [q.unfinished_tasks]
+            for _ in range(3):
+                got = q.get_nowait()
+                q.task_done()
+                told.append((got, q.unfinished_tasks))
+            pipe.send(told)
+            if ending == "close":
+                q.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    seen.append(q.unfinished_tasks)
+    with weclaw.Queue(path) as plain:
+        pipe.send((seen, plain.stats().settled, [msg.body for msg in plain.peek(9)]))
+        q.task_done()  # with that of the stranger as many as are out
+        pipe.send((q.unfinished_tasks, plain.stats()[:5]))
+    q.close()
+
+
+@pytest.mark.parametrize("ending", ["close", "exit"])
+@pytest.mark.parametrize("module", ["threads", "aio"])
+def test_a_childs_task_done_is_for_what_the_child_got(path, module, ending):
+    """Each settles an item of its own, whatever its parent holds and has counted at the fork."""
+    env = {"PYTHONWARNINGS": "ignore"}
+    with Child(work_in_a_child, path, module, ending, env=env) as child:
+        # Two of them are the parent's, as those of any other process.
+        assert child.hear() == [6, (2, 5), (3, 4), (4, 3)]
+        assert child.hear() == ([5, 2], 3, [5])
+        assert child.hear() == (1, (1, 0, 0, 0, 5))
+        child.end()
+
+
 def test_task_done_settles_the_item_of_the_calling_thread(path):
     """Another thread's item stays held."""
     q = threads.Queue(path=path)

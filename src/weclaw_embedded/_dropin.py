@@ -1,9 +1,9 @@
 """What the drop-in queues of `aio` and `threads` have in common.
 
-Role: a durable queue behind the interface of the standard library's: which item belongs to whom,
-what `task_done` settles, what counts as unfinished, and what a shutdown means. The file is the
-truth about what waits and what is held; this module adds what only a process can know: whose an
-item is, calls of `task_done` that no item could be found for, and whether it was shut down.
+Role: a durable queue behind the interface of the standard library's: what `task_done` settles, what
+counts as unfinished, and what a shutdown means. The file is the truth about what waits and what is
+held; what only a process can know is whose an item is, which `_handed_out` finds, and whether it
+was shut down.
 
 Invariants:
 
@@ -20,17 +20,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextvars import ContextVar
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
 from . import _codecs, _delivery, _putting, _records, _settling, _taking
 from ._delivery import Lease, Taken, Terms, taken_of
 from ._engine import Engine
+from ._handed_out import Done, HandedOut
 from ._io_calls import closed_error
 from ._message import Message
 from ._options import QUEUE_NAMES, check_names, queue_options
@@ -50,40 +47,6 @@ PRIORITY: Final = "priority"
 LIFO: Final = "lifo"
 
 _QUEUE_OPTIONS: Final = ("group", "retry", "on_dead", "start")
-
-
-class Item:
-    """An item that was handed out, or will be: `lease` is None until then."""
-
-    __slots__ = ("beside", "lease", "previous", "settled")
-
-    def __init__(self, previous: Item | None) -> None:
-        self.previous = previous
-        self.lease: Lease | None = None
-        self.beside: Items | None = None  # what is out of the same owner, if it has one
-        self.settled = False
-
-
-# The oldest first, which is found at once however many went before it; of a dict it is not.
-Items: TypeAlias = OrderedDict[Item, None]
-
-
-class Done:
-    """A call of `task_done` by `owner`: the items that it takes off and is to settle."""
-
-    def __init__(self, owner: Hashable | None) -> None:
-        self.owner = owner
-        self.items: list[Item] = []
-        self.counted = 0  # what it has added to `Core.counted`
-        self.is_counted = False  # it had no item; said once, though its turn may be taken again
-
-    @property
-    def leases(self) -> list[Lease]:
-        return [item.lease for item in self.items if item.lease is not None]
-
-
-# The newest item that was asked for in this context. Child tasks and `to_thread` inherit it.
-_newest: ContextVar[Item | None] = ContextVar("weclaw_item", default=None)
 
 
 class _Undecoded(Message):
@@ -131,10 +94,7 @@ class Core:
         self.maxsize = maxsize
         self.is_shutdown = False
         self.immediate = False
-        self.counted = 0  # calls of task_done without an item
-        self.out: dict[Item, None] = {}  # handed out, and no `task_done` is at it
-        self.owned: weakref.WeakKeyDictionary[Any, Items] = weakref.WeakKeyDictionary()
-        self.lock = threading.Lock()
+        self.hands = HandedOut()
         self.paused = ""  # at the last look
         self.order: Order | None = None
         if kind == PRIORITY:
@@ -263,7 +223,7 @@ class Core:
         by itself was, in this turn.
         """
         if self.immediate:
-            left = len(self.out)
+            left = len(self.hands.out)
             tid = -1
         else:
             queue = self.queue
@@ -274,7 +234,7 @@ class Core:
             if group is not None:
                 left = _delivery.unfinished_in(session.tx, group)
                 tid = group.tid
-        left = max(0, left - self.counted)
+        left = max(0, left - self.hands.counted)
         if left and waiter is not None:
             _delivery.wait_settled(session, tid, waiter)
         return left
@@ -283,29 +243,7 @@ class Core:
         """What `join` runs until it is no `Pending`."""
         return PENDING if self.unfinished(session, waiter) else None
 
-    # -- whose an item is --------------------------------------------------------------------------
-
-    def asked(self) -> Item:
-        """Somebody asks for an item: noted in the context, filled in when he gets it."""
-        previous = _newest.get()
-        while previous is not None and previous.settled:
-            previous = previous.previous
-        if previous is not None:
-            before = previous.previous
-            while before is not None and before.settled:
-                before = before.previous
-            previous.previous = before
-        item = Item(previous)
-        _newest.set(item)
-        return item
-
-    def got(self, item: Item, lease: Lease, owner: Hashable | None) -> None:
-        with self.lock:
-            item.lease = lease
-            self.out[item] = None
-            if owner is not None:
-                item.beside = self.owned.setdefault(owner, OrderedDict())
-                item.beside[item] = None
+    # -- handing out and settling --------------------------------------------------------------
 
     def hand_out(self, engine: Engine, taken: Taken, owner: Hashable | None) -> list[Any]:
         """The item that was taken, now this owner's; none where there is none, or it turns out to
@@ -315,86 +253,22 @@ class Core:
             self.tell_dead(taken.dead)
         made = self.made(engine, taken.leases) if taken.leases else []
         for lease, _ in made:
-            self.got(self.asked(), lease, owner)
+            self.hands.got(self.hands.asked(), lease, owner)
         return [body for _, (_, body) in made]
 
     def give_back_unseen(self, engine: Engine, taken: Taken) -> None:
         """The get that took this was interrupted: nobody has seen it, and it was no delivery."""
         engine.give_back_unseen(taken.leases)
-        with self.lock:
-            for item in [item for item in self.out if item.lease in taken.leases]:
-                item.settled = True
-                del self.out[item]
-                if item.beside is not None:
-                    item.beside.pop(item, None)
-
-    def _own(self, owner: Hashable | None) -> Item | None:
-        mine = None if owner is None else self.owned.get(owner)
-        if mine:
-            return next(iter(mine))
-        inherited = _newest.get()
-        while inherited is not None and inherited not in self.out:
-            inherited = inherited.previous
-        return inherited
-
-    def choose(self, done: Done) -> None:
-        """What this `task_done` settles; nothing when it has to be counted first."""
-        with self.lock:
-            item = self._own(done.owner)
-            if item is not None:
-                self._take_off(done, [item])
-                self._take_all_off(done)
-
-    def count(self, done: Done) -> None:
-        """A `task_done` without an item, which the caller has found to be one of the unfinished."""
-        with self.lock:
-            done.is_counted = True
-            self.counted += 1
-            done.counted += 1
-            self._take_all_off(done)
-
-    def _take_all_off(self, done: Done) -> None:
-        """All that are left, too, when as many calls have come as items are out."""
-        if 0 < len(self.out) <= self.counted:
-            others = list(self.out)
-            self.counted -= len(others)
-            done.counted -= len(others)
-            self._take_off(done, others)
-
-    def _take_off(self, done: Done, items: list[Item]) -> None:
-        done.items += items
-        for item in items:
-            self.out.pop(item, None)
-            if item.beside is not None:
-                item.beside.pop(item, None)
+        self.hands.unseen(taken.leases)
 
     def settle(self, session: Session, done: Done) -> None:
         """Ack all that it settles, in this turn."""
         for lease in done.leases:
-            if lease.engine.forked:
-                continue  # of what was got before a fork, which stays the parent's
             try:
                 record = _records.ack_of(lease.tid, lease.gid, lease.offset)
                 _settling.end(session, (lease, record, self.queue._policy))
             except LeaseLostError:
                 pass  # its group was dropped, or the file was closed in between: not ours any more
-
-    def look_at_end(self, done: Done, failed: bool) -> None:
-        """The turn of a `task_done` is over. What it has not settled, by what the leases say, is as
-        it was before: the next call finds it again. A turn that fails after its write has settled.
-        """
-        with self.lock:
-            if failed and all(not lease.over for lease in done.leases):
-                self.counted -= done.counted
-            for item in reversed(done.items):
-                assert item.lease is not None, "it was got"
-                if item.lease.over or item.lease.engine.forked:
-                    item.settled = True
-                    continue
-                self.out[item] = None
-                if item.beside is not None:
-                    item.beside[item] = None
-                    item.beside.move_to_end(item, last=False)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -464,11 +338,11 @@ class StandIn(_Generic[T]):
         done = Done(owner)
         failed = True
         try:
-            self._core.choose(done)
+            self._core.hands.choose(done)
             left = run(self._done, done)
             failed = False
         finally:
-            self._core.look_at_end(done, failed)
+            self._core.hands.look_at_end(done, failed)
         return left
 
     def _done(self, session: Session, done: Done) -> int:
@@ -480,7 +354,7 @@ class StandIn(_Generic[T]):
         if has_none:
             if left <= 0:
                 raise ValueError("task_done() called too many times")
-            core.count(done)
+            core.hands.count(done)
         core.settle(session, done)
         return core.unfinished(session, is_judged=True) if self._joiners else -1
 

@@ -22,7 +22,8 @@ from . import _dropin, _queries
 from ._async import write_now
 from ._async_queue import AsyncQueue
 from ._delivery import Taken, Terms
-from ._dropin import LIFO, PRIORITY, Core, Item, StandIn
+from ._dropin import LIFO, PRIORITY, Core, StandIn
+from ._handed_out import Item
 from ._io import io_of
 from ._io_calls import Call, Op, PutCall, TakeCall
 from ._putting import NoBytes, NoRoom
@@ -176,7 +177,7 @@ class Queue(StandIn[T]):
         """
         # Not a coroutine function: whoever calls is whose item it will be, also where something
         # like `wait_for` runs the coroutine in a task of its own.
-        return self._get(self._core.asked(), _calling_task())
+        return self._get(self._core.hands.asked(), _calling_task())
 
     async def _get(self, item: Item, owner: asyncio.Task[Any] | None) -> T:
         core = self._core
@@ -193,7 +194,7 @@ class Queue(StandIn[T]):
         except BaseException:
             item.settled = True  # there is none
             raise
-        core.got(item, lease, owner or _calling_task())
+        core.hands.got(item, lease, owner or _calling_task())
         found: T = body
         return found
 
