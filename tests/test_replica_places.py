@@ -71,15 +71,53 @@ def refused(q: Any, word: str) -> None:
         assert time.monotonic() < until, str(caught.value)
 
 
+@pytest.mark.parametrize("way", ["file", "command"])
 def test_a_folder_that_is_not_there_yet(
-    open_queue: Callable[..., Any], path: Path, copy: Path
+    open_queue: Callable[..., Any],
+    path: Path,
+    copy: Path,
+    way: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Puts say so, and go on once somebody has made it."""
+    """Puts say so and what to do, and go on once somebody has made it; nothing is said to be made
+    before.
+    """
+    weclaw.Queue(path).close()
     place = copy.parent / "new" / "copy.wq"
-    q = open_queue(replica=place, replica_timeout=0.5)
-    refused(q, "No such file or directory")
+    caplog.set_level("INFO", "weclaw_embedded")
+    q = open_queue(replica=place if way == "file" else command(place), replica_timeout=0.5)
+    refused(q, f"the folder {place.parent} does not exist")
+    refused(q, "make the folder first, or check the path")
+    assert "a copy is made" not in caplog.text
+    assert f"the folder {place.parent} does not exist" in caplog.text
     place.parent.mkdir()
     put_at_last(q, 1)
+    q.close()
+    same(path, place)
+
+
+def test_a_part_of_the_path_that_is_a_file(
+    open_queue: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    weclaw.Queue(path).close()
+    copy.touch()
+    q = open_queue(replica=copy / "copy.wq", replica_timeout=0.5)
+    refused(q, "is a file, not a folder")
+
+
+@pytest.mark.parametrize("way", ["file", "command"])
+def test_a_new_file_whose_replica_has_no_folder_is_not_made(
+    open_queue: Callable[..., Any], path: Path, copy: Path, way: str
+) -> None:
+    """The disk on which the copy is may only not be mounted, and then it has what the file had."""
+    place = copy.parent / "new" / "copy.wq"
+    address = place if way == "file" else command(place)
+    with pytest.raises(weclaw.StorageError, match=r"does not exist.*make the folder first"):
+        open_queue(replica=address)
+    assert not path.exists()
+    place.parent.mkdir()
+    q = open_queue(replica=address)
+    q.put(1)
     q.close()
     same(path, place)
 

@@ -99,6 +99,10 @@ def check_is_file(path: str) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
+    except NotADirectoryError:
+        raise StorageError(
+            f"a part of {path} is a file, not a folder; it was not touched; check the path"
+        ) from None
     if not stat.S_ISREG(mode):
         raise StorageError(f"{path} is not a file; it was not touched; name another place")
 

@@ -114,11 +114,11 @@ def check_path(path: str) -> None:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        parent = os.path.dirname(path) or "."
-        if not os.path.isdir(parent):
+        lacks = lacks_folder(path)
+        if lacks is not None:
             raise StorageError(
-                f"the folder {parent} does not exist, so there can be no queue {path}; nothing was "
-                "made; make the folder first, or check the path"
+                f"{lacks}, so there can be no queue {path}; nothing was made; make the folder "
+                "first, or check the path"
             ) from None
     except NotADirectoryError:
         raise StorageError(
@@ -135,6 +135,12 @@ def check_path(path: str) -> None:
             raise NotAQueueError(
                 f"{path} is {_kind(mode)}, and a queue is a file; it wasn't touched; check the path"
             )
+
+
+def lacks_folder(path: str) -> str | None:
+    """What a path lacks at which no file is: the words for a folder that is not there, or None."""
+    parent = os.path.dirname(path) or "."
+    return None if os.path.isdir(parent) else f"the folder {parent} does not exist"
 
 
 def _kind(mode: int) -> str:

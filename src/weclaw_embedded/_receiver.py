@@ -24,6 +24,7 @@ from typing import BinaryIO, Final
 from . import _stream
 from ._copy import EMPTY_STATE, Copy, check_is_file, read_role, role_of
 from ._format import COPY, check_segment_bytes
+from ._paths import lacks_folder
 from ._stream import (
     ACK,
     BEGIN,
@@ -153,6 +154,17 @@ def _refuse(wire: _Wire, why: int, text: str, epoch: int = 0) -> int:
     return 1
 
 
+def _must_have_folder(path: str) -> None:
+    """Refuse a path at which there is no file, and can be none."""
+    lacks = lacks_folder(path)
+    if lacks is not None:
+        raise _RefusedError(
+            FAILED,
+            f"{lacks}, so there can be no copy {path}; nothing was made; make the folder first, or "
+            "check the path",
+        )
+
+
 def _open(path: str, hello: Hello) -> Copy | None:
     """The copy, locked. What must not be overwritten is refused before it is touched."""
     feeds = any(hello.store_id)
@@ -160,6 +172,7 @@ def _open(path: str, hello: Hello) -> Copy | None:
     try:
         header, _, _ = role_of(path)
     except FileNotFoundError:
+        _must_have_folder(path)
         return None
     except FormatVersionError:
         raise
@@ -214,6 +227,7 @@ def _look(path: str, hello: Hello) -> Copy | None:
             return None
         header, _, _ = role_of(path)
     except FileNotFoundError:
+        _must_have_folder(path)
         return None
     if any(hello.store_id) and header.store_id != hello.store_id:
         raise _RefusedError(OTHER_STORE, f"{path} is the file of another queue")

@@ -33,7 +33,7 @@ from ._format import COPY, PRIMARY, FileHeader
 from ._healing import NOBODY, complete, patience_of, replica_of
 from ._opening import IN_USE, Complete
 from ._options import StoreOptions
-from ._paths import check_path, is_new, refuse_left
+from ._paths import check_path, is_new, lacks_folder, refuse_left
 from ._stream import BUSY, DATA, END, HELLO, SEGMENT, STATE, Hello, State, StreamError
 from .errors import LockedError, NotAQueueError, StorageError, WeclawError
 
@@ -134,7 +134,15 @@ def _restore(
     """
     try:
         if isinstance(address, str) and (is_new(address) or is_same_file(address, path)):
-            return False  # that replica is still to be made
+            lacks = lacks_folder(os.path.realpath(address))
+            if lacks is None or moves_aside:
+                return False  # that replica is still to be made
+            # Its disk may only not be mounted.
+            raise StorageError(
+                f"{path} {why}, and whether its replica {address} has data can't be seen: {lacks}; "
+                "nothing was made; make the folder first, or check the path; without a replica, "
+                "begin with replica=False"
+            )
     except OSError as error:
         raise StorageError(
             f"{path} {why}, and whether its replica has data can't be seen: {error}; nothing was "
