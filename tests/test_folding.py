@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helpers.processes import Child
-from tests.helpers.queues import drain, eventually
+from tests.helpers.queues import drain, eventually, scratch
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _folding
@@ -388,3 +390,40 @@ def test_processes_that_fold_in_turns_leave_what_one_would(path, tmp_path, seed,
             one.close()
     assert joined + ahead > 3
     q.close()
+
+
+def lines_of_folding(tmp_path: Path, topics: int, key: str | None) -> int:
+    """How many lines of the index run for a rebuild of so many topics, all of them worked at."""
+    path = tmp_path / f"{topics}-{key}.wq"
+    with weclaw.open(path, flush="os") as store:
+        for n in range(topics):
+            q = store.queue(f"topic-{n}")
+            q.put(n, key=key)
+            q.get().ack()
+    shutil.rmtree(scratch(path))
+    lines = 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        if "_index" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        store = weclaw.open(path)
+    finally:
+        sys.settrace(before)
+    assert len(store.groups()) == topics
+    store.close()
+    return lines
+
+
+@pytest.mark.parametrize("key", [None, "a key"])
+def test_a_topic_costs_a_rebuild_the_same_among_many(tmp_path, key):
+    """Eight times as many topics, each with a group, take eight times the work to fold anew."""
+    few, many = (lines_of_folding(tmp_path, n, key) for n in (50, 400))
+    assert few > 50 * 100
+    assert many < 8 * few * 1.1

@@ -6,6 +6,7 @@ are not known is passed over.
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import Any
 
 import msgpack
@@ -98,6 +99,8 @@ class Change(Moves):
         group.skipped = self._skipped_ahead(group, topic)
         self.touch(group)
         self._put(key_u64(GROUP, gid), group.pack())  # so that a scan of groups finds it
+        if self._readers is not None:
+            insort(self._readers.setdefault(tid, []), gid)
         prefix = OTHER + U64.pack(tid)
         for key, value in self._scan(prefix, prefix + U64.pack(start)):
             self._enter(group, U64.unpack(key[9:])[0], Row.unpack(value), time_us)
@@ -106,7 +109,6 @@ class Change(Moves):
             for key, _ in self._scan(prefix):
                 if self._get(MOVED + key[9:]) is not None:
                     self._leave_template(tid, U64.unpack(key[9:])[0], time_us)
-        self._readers = None
         self._must_commit()
         return group
 
@@ -143,7 +145,9 @@ class Change(Moves):
         self._delete(GROUP + gid)
         del self._groups[said.gid]
         self._changed_groups.pop(said.gid, None)
-        self._readers = None
+        self._level_groups.pop(said.gid, None)
+        if self._readers is not None:
+            self._readers[group.tid].remove(said.gid)
         self._must_commit()
 
     def _pause(self, said: Pause, offset: int, time_us: int) -> None:

@@ -290,6 +290,7 @@ class Fold(Keep):
             if end > at:
                 lease = (priority, owner, deadline_ns)
                 group.fresh.update(dict.fromkeys(messages[at:end], lease))
+                self._changed_groups[group.gid] = group  # leases may have been written since
                 at = end
             else:
                 self._write_leases()

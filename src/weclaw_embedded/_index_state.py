@@ -84,7 +84,9 @@ class State:
         self._chunks: dict[tuple[int, int, int], Chunk] = {}
         self._readers: dict[int, list[int]] | None = None
         self._changed_topics: dict[int, TopicState] = {}
+        # Those since leases were last written, of which some may have fresh ones, and the others.
         self._changed_groups: dict[int, GroupState] = {}
+        self._level_groups: dict[int, GroupState] = {}
         self._meta: dict[str, object] | None = None
         self._touched = False
         self._known_sequence = -1
@@ -194,8 +196,11 @@ class State:
         return True
 
     def _write_leases(self) -> None:
-        """Write the leases that were kept out of LMDB."""
-        for gid, group in self._changed_groups.items():
+        """Write the leases that were kept out of LMDB. It looks at no group twice unless that
+        changed in between: a log can have thousands, each of which calls this when it begins.
+        """
+        changed = self._changed_groups
+        for gid, group in changed.items():
             fresh = group.fresh
             if not fresh:
                 continue
@@ -210,6 +215,8 @@ class State:
             plain.update(fresh)
             group.n_lease_rows += len(fresh)
             fresh.clear()
+        self._level_groups.update(changed)
+        changed.clear()
 
     def _recall(self) -> None:
         """See whether what is known still holds; all of it is forgotten if not."""
@@ -323,6 +330,7 @@ class State:
         self._groups.clear()
         self._changed_topics.clear()
         self._changed_groups.clear()
+        self._level_groups.clear()
         self._readers = None
         self._meta = None
         self._touched = False
@@ -338,13 +346,16 @@ class State:
         """Write what changed; return whether anything did."""
         if not (
             self._changed_groups
+            or self._level_groups
             or self._changed_topics
             or self._touched
             or applied != self.stored
             or last_crc != self.last_crc
         ):
             return False
-        if not self._in_use:
+        if self._in_use:
+            self._write_leases()
+        else:
             self._use_rows()
         put = self._put
         for topic in self._changed_topics.values():
@@ -361,7 +372,7 @@ class State:
                 priority += 1
             topic.changed = 0
             put(key_u32(TOPIC, tid), topic.pack())
-        for group in self._changed_groups.values():
+        for group in self._level_groups.values():
             put(key_u64(GROUP, group.gid), group.pack())
         self._sequence += 1
         put(HEAD, HEAD_ROW.pack(applied, last_crc, self._sequence, self._shape, last_frame))
@@ -371,6 +382,7 @@ class State:
         """What was written is in: what is in memory is what the index has."""
         self._changed_topics.clear()
         self._changed_groups.clear()
+        self._level_groups.clear()
         self._touched = False
         self._known_sequence = self._sequence
         self._known_shape = self._shape
