@@ -19,7 +19,7 @@ LAYERS = [
     ["errors", "_version"],
     ["_clock", "_locks", "_format", "_stream", "_values", "_jsonable", "_reclaim_rule"],
     ["_files"],
-    ["_disk", "_watch", "_names"],
+    ["_disk", "_watch", "_names", "_lost_header"],
     ["_codecs", "_record_types"],
     ["_record_put"],
     ["_checks", "_records"],

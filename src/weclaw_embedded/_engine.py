@@ -38,7 +38,7 @@ import functools
 import os
 from collections.abc import Callable
 from itertools import chain
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -79,6 +79,7 @@ from .wal import (
     COMMIT,
     HEAD,
     HEADER_HEALED,
+    HEADER_REBUILT,
     READ_AGAIN,
     SEGMENT_LABELLED,
     TAIL,
@@ -88,6 +89,8 @@ from .wal import (
 T = TypeVar("T")
 What = TypeVar("What")
 Args = TypeVarTuple("Args")
+# What an opening found and made good, and nothing was lost by.
+_HEALED: Final = frozenset((HEADER_HEALED, HEADER_REBUILT, SEGMENT_LABELLED))
 
 
 @functools.cache
@@ -165,7 +168,7 @@ class Engine(
         if opened.recovery is not None:
             # Not slot headers: power may fail between two of them.
             healed = opened.recovery.healed
-            self.healed = [one for one in healed if one[1] in (HEADER_HEALED, SEGMENT_LABELLED)]
+            self.healed = [one for one in healed if one[1] in _HEALED]
             self._report(opened.recovery)
         if opened.rebuild:
             self.run(lambda session: session.tx)

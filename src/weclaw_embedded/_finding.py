@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from . import _files
 from ._format import (
+    COPY,
     HEAD_RECORD_AT,
     HEADER_BYTES,
     HEADER_COPY_BYTES,
@@ -21,12 +22,14 @@ from ._format import (
     PART_BYTES,
     SLOT_BYTES,
     SlotHeader,
+    has_head,
     pack_head,
     pack_header,
     pack_slot,
     part_checksum,
     unpack_end,
     unpack_head,
+    unpack_role,
 )
 from ._segments import (
     ANNOUNCED,
@@ -60,6 +63,7 @@ __all__ = [
 _LOOKS: Final = 16
 
 HEADER_HEALED = "a copy of the header block was damaged; it was written anew from the other"
+HEADER_REBUILT = "the header block was lost; it was written anew from what the slots say"
 
 
 def count_slots(log: Segments) -> int:
@@ -104,7 +108,7 @@ def find_segments(log: Segments) -> None:
     for slot in unread:
         entries[slot] = UNKNOWN
     table[:] = array("Q", entries)
-    if recorded < head and not log.readonly:
+    if (recorded < head or (not recorded and _has_lost_head(log))) and not log.readonly:
         # Known from a slot that may be cut off just now: what was let go of must not come back.
         record = pack_head(head, log.header.store_id)
         _files.write_at(log.fd, [record], HEAD_RECORD_AT)
@@ -162,7 +166,18 @@ def _look_at_slots(log: Segments) -> _Look:
     recorded = recorded_head(log)
     last = max((header.segment for header in headers.values()), default=-1)
     head = max([recorded, *(header.head for header in headers.values())])
+    if not recorded and _has_lost_head(log):
+        # The slots say what it was when the last of them began. What is missing behind that was
+        # given back: to be lost, a segment must have lost two headers besides.
+        kept = (header.segment for header in headers.values() if header.segment >= head)
+        head = min(kept, default=head)
     return _Look(n_slots, headers, recorded, head, last)
+
+
+def _has_lost_head(log: Segments) -> bool:
+    block = _files.read_at(log.fd, HEADER_BYTES, 0)
+    store_id = log.header.store_id
+    return not has_head(block, store_id) and unpack_role(block, store_id)[0] != COPY
 
 
 def _look_until_sure(log: Segments, look: _Look) -> _Look:
@@ -279,10 +294,15 @@ def restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
     healed = []
     block = _files.read_at(log.fd, HEADER_BYTES, 0)
     packed = pack_header(log.header)
-    for at in (0, HEADER_BYTES // 2):
-        if block[at : at + HEADER_COPY_BYTES] != packed[at : at + HEADER_COPY_BYTES]:
-            _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
-            healed.append((0, HEADER_HEALED))
+    bad = [
+        at
+        for at in (0, HEADER_BYTES // 2)
+        if block[at : at + HEADER_COPY_BYTES] != packed[at : at + HEADER_COPY_BYTES]
+    ]
+    for at in bad:
+        _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
+    if bad:
+        healed.append((0, HEADER_HEALED if len(bad) == 1 else HEADER_REBUILT))
     # The last one always: whoever began it may have been killed between its two headers.
     for segment in log.segments() if slots else log.segments()[-1:]:
         position = log.slot_position(log.slot_of(segment))

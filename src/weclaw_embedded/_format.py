@@ -76,6 +76,7 @@ __all__ = [
     "Stretch",
     "check_segment_bytes",
     "envelopes",
+    "has_head",
     "pack_head",
     "pack_header",
     "pack_role",
@@ -327,7 +328,12 @@ def pack_head(head: int, store_id: bytes) -> bytes:
 
 def unpack_head(block: bytes, store_id: bytes) -> int:
     """The head that a header block records; 0 when it records none that is whole."""
-    return _unpack_number(_HEAD_MAGIC, block[HEAD_RECORD_AT:], store_id)
+    return _unpack_number(_HEAD_MAGIC, block[HEAD_RECORD_AT:], store_id) or 0
+
+
+def has_head(block: bytes, store_id: bytes) -> bool:
+    """Whether a header block records a head; every file's does but a copy's."""
+    return _unpack_number(_HEAD_MAGIC, block[HEAD_RECORD_AT:], store_id) is not None
 
 
 def pack_end(end: int, store_id: bytes) -> bytes:
@@ -337,7 +343,7 @@ def pack_end(end: int, store_id: bytes) -> bytes:
 
 def unpack_end(block: bytes, store_id: bytes) -> int:
     """The end that a header block records; 0 when it records none that is whole."""
-    return _unpack_number(_END_MAGIC, block[END_RECORD_AT:], store_id)
+    return _unpack_number(_END_MAGIC, block[END_RECORD_AT:], store_id) or 0
 
 
 def _pack_number(magic: bytes, number: int, store_id: bytes) -> bytes:
@@ -345,11 +351,11 @@ def _pack_number(magic: bytes, number: int, store_id: bytes) -> bytes:
     return magic + _CRC.pack(crc32(fields, crc32(store_id))) + fields
 
 
-def _unpack_number(magic: bytes, data: bytes, store_id: bytes) -> int:
+def _unpack_number(magic: bytes, data: bytes, store_id: bytes) -> int | None:
     if len(data) < _HEAD.size or data[:4] != magic:
-        return 0
+        return None
     _, crc, number = _HEAD.unpack_from(data)
-    return int(number) if crc == crc32(data[8 : _HEAD.size], crc32(store_id)) else 0
+    return int(number) if crc == crc32(data[8 : _HEAD.size], crc32(store_id)) else None
 
 
 def pack_role(role: int, epoch: int, store_id: bytes) -> bytes:

@@ -34,8 +34,8 @@ from ._paths import (
     check_path,
     create,
     current_identity,
+    find_header,
     is_new,
-    read_header,
     refuse_left,
     refuse_network,
     tell_of_another,
@@ -154,7 +154,7 @@ def open_shared(
 def _open_fd(
     path: str, fd: int, segment_bytes: int | None, last_try: bool, complete: Complete | None
 ) -> Opened | None:
-    header = read_header(fd, path)
+    header = find_header(fd, path, to_write=True)
     if segment_bytes is not None and segment_bytes != header.segment_bytes:
         raise ValueError(
             f"segment_bytes={segment_bytes} but {path} was made with {header.segment_bytes}; "

@@ -19,11 +19,18 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from . import _clock, _disk, _files
+from . import _clock, _disk, _files, _lost_header
 from ._format import HEADER_BYTES, FileHeader, unpack_header
 from ._scratch import PAGE_NAME, scratch_of
 from ._shared import SharedPage
-from .errors import DiskFullError, LockedError, NotAQueueError, StorageError, StoreFailedError
+from .errors import (
+    CorruptError,
+    DiskFullError,
+    LockedError,
+    NotAQueueError,
+    StorageError,
+    StoreFailedError,
+)
 from .wal import TAIL, Log
 
 logger = logging.getLogger("weclaw_embedded")
@@ -220,6 +227,29 @@ def create(path: str, segment_bytes: int) -> None:
 def read_header(fd: int, path: str) -> FileHeader:
     """What the file says about itself. Raises NotAQueueError, FormatVersionError, CorruptError."""
     return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
+
+
+def find_header(fd: int, path: str, to_write: bool) -> FileHeader:
+    """`read_header`; where that is lost, what it must have been. To write, only where the scratch
+    folder knows whose file it was: else it may be a replica's copy.
+    """
+    try:
+        return read_header(fd, path)
+    except (NotAQueueError, CorruptError):
+        store_id = SharedPage.store_id_at(os.path.join(scratch_of(path), PAGE_NAME))
+        header = _lost_header.rebuilt(fd, store_id)
+        if header is None:
+            raise
+        if to_write and header.store_id != store_id:
+            raise CorruptError(
+                0,
+                "the header block is lost",
+                f"the first 4096 bytes of {path} are lost, and what they said of it besides what "
+                "it holds: whether it was a queue or a replica's copy; nothing was touched; all "
+                "else may be there: open it with readonly=True, or make a queue of what it holds "
+                "by `weclawctl backup --readonly` to another name",
+            ) from None
+        return header
 
 
 def current_identity(path: str) -> tuple[int, int, int] | None:

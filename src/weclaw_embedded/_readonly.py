@@ -31,7 +31,7 @@ from ._index import Index, Tx
 from ._lost_end import SEGMENT_LOST, find_lost
 from ._opening import OWNER, Opened, attach_page
 from ._options import StoreOptions
-from ._paths import check_path, is_new, read_header
+from ._paths import check_path, find_header, is_new
 from ._scan import BadPartError, collect
 from ._scratch import PAGE_NAME, scratch_of
 from ._segments import Segments
@@ -121,7 +121,7 @@ class ReadonlyEngine(Engine):
 
     def __init__(self, path: str, fd: int) -> None:
         """`fd`: of the file; closed with the engine, and by who makes it if this raises."""
-        header = read_header(fd, path)
+        header = find_header(fd, path, to_write=False)
         # No lock: one that only looks must not keep the first who writes after a reboot from
         # having the file for himself.
         self._looked = _Page()

@@ -173,6 +173,23 @@ class SharedPage(LogState):
             return None
         return struct.unpack_from("<3Q", words, 8 * LOG_DEVICE)
 
+    @staticmethod
+    def store_id_at(path: str) -> bytes | None:
+        """Of which store the page at `path` is, whatever became of that, and in whatever boot."""
+        try:
+            fd = _files.open_ro(path)
+        except OSError:
+            return None
+        try:
+            words = _files.read_at(fd, WORDS_BYTES, 0)
+        finally:
+            _files.close(fd)
+        if len(words) < WORDS_BYTES:
+            return None
+        if struct.unpack_from("<Q", words, 8 * MAGIC)[0] != _MAGIC_WORD:
+            return None
+        return words[8 * STORE_ID : 8 * STORE_ID + 16]
+
     def stamp(
         self, store_id: bytes, boot_id: bytes, identity: tuple[int, int, int], disk: int
     ) -> None:

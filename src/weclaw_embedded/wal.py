@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 from . import _clock, _files, _names
 from ._appending import Appending, new_salt
-from ._finding import HEADER_HEALED
+from ._finding import HEADER_HEALED, HEADER_REBUILT
 from ._format import (
     HEAD_RECORD_AT,
     HEADER_BYTES,
@@ -72,6 +72,7 @@ __all__ = [
     "COMMIT",
     "HEAD",
     "HEADER_HEALED",
+    "HEADER_REBUILT",
     "LAST",
     "LAST_FRAME",
     "READ_AGAIN",
