@@ -279,10 +279,29 @@ def test_a_lost_file_is_restored(
         path.write_bytes(path.read_bytes()[:16] + b"\1\0\0\0" + path.read_bytes()[20:])
         if path.read_bytes()[:8] != b"weclaw q":
             spoil(path, 0, n=16)
+        shutil.rmtree(f"{path}.d")  # which knew whose file it was
     q = closed(replica=address)
     all_there(q)
     q.close()
     same(path, copy)
+
+
+def test_a_lost_header_block_is_no_reason_to_go_back_to_the_copy(
+    closed: Callable[..., Any], path: Path, copy: Path
+) -> None:
+    """The file may have what the copy lacks: it is opened by its slots, and the copy follows."""
+    q = closed(replica=False)
+    q.put("not in the copy")
+    q.close()
+    spoil(path, 0, n=HEADER_BYTES)
+    inode = path.stat().st_ino
+    q = closed(replica=copy, sync_replica=False)
+    assert [msg.body for msg in q.peek(1000)] == [*map(body, range(COUNT)), "not in the copy"]
+    eventually(lambda: q.stats().replica_lag == 0)
+    q.close()
+    assert path.stat().st_ino == inode
+    with weclaw.Queue(copy, readonly=True) as there:
+        assert there.qsize() == COUNT + 1
 
 
 def test_what_was_passed_over_comes_back_when_it_is_healed_later(
