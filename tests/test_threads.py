@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import gc
+import logging
 import os
 import pickle
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.helpers.processes import Child
+from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files, aio, threads
@@ -184,6 +188,33 @@ def test_task_done_settles_the_item_its_context_inherited(path):
     q.task_done()  # counted: it is the only one that is out
     with weclaw.Queue(path) as plain:
         assert plain.stats().settled == 2
+    q.close()
+
+
+def test_a_pool_that_is_given_the_context_settles_as_it_goes(path):
+    """One thread gets and the threads of a pool are done, with always some in hand: what each has
+    done is settled, and what is in hand is not.
+    """
+    q = threads.Queue(path=path, flush="os")
+    in_hand, done, may_end = threading.Semaphore(4), [], threading.Event()
+
+    def work(n):
+        if n == 0:
+            may_end.wait(30)
+        done.append(n)
+        q.task_done()
+        in_hand.release()
+
+    for n in range(40):
+        q.put(n)
+    with ThreadPoolExecutor(4) as pool, weclaw.Queue(path) as plain:
+        for _ in range(40):
+            in_hand.acquire()
+            pool.submit(contextvars.copy_context().run, work, q.get())
+        eventually(lambda: plain.stats().settled == 39)
+        assert (0 in done, plain.stats().leased) == (False, 1)
+        may_end.set()
+    assert q.unfinished_tasks == 0
     q.close()
 
 
@@ -390,3 +421,139 @@ def test_one_that_is_handed_to_another_process_says_what_to_do(path, cls):
     q.close()
     with weclaw.Queue(path) as plain, pickle.loads(pickle.dumps(plain)) as copy:  # as it advises
         assert copy.get(timeout=5).body == 1
+
+
+@pytest.mark.parametrize("hook", ["_init", "_put", "_get", "_qsize"])
+@pytest.mark.parametrize("module", [threads, aio])
+def test_a_subclass_that_keeps_items_its_own_way_is_refused(module, hook):
+    """Its methods would never be called: so it is said when the class is made."""
+    other = type("Mixed", (), {hook: lambda self, *_: None})
+    for bases, names in (((), {hook: lambda self, *_: None}), ((other,), {})):
+        with pytest.raises(TypeError, match=f"Unique has {hook}, .* would never be called"):
+            type("Unique", (*bases, module.PriorityQueue), names)
+
+
+def test_a_subclass_with_methods_of_its_own_is_none_of_these(path):
+    """What a user changes in `put` and `get` is called."""
+
+    class Doubled(threads.Queue):
+        def put(self, item, *args):
+            super().put(2 * item, *args)
+
+    q = Doubled(path=path)
+    q.put(2)
+    assert q.get() == 4
+    q.close()
+
+
+def take_then_die(pipe, path, n):
+    from weclaw_embedded import threads
+
+    q = threads.Queue(path=path)
+    pipe.send([q.get(timeout=20) for _ in range(n)])
+    time.sleep(60)
+
+
+def die_with(path, n):
+    with Child(take_then_die, path, n) as child:
+        assert len(child.hear()) == n
+        child.kill()
+
+
+def _warnings(caplog):
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("call", ["get", "get_nowait", "waiting get", "aio", "aio get_nowait"])
+def test_a_get_that_finds_nothing_but_suspects_says_so_once(path, call, caplog):
+    """Two were in hand at a crash: the second waits until the first is done, and the log, and
+    `Empty`, say what to do.
+    """
+    with weclaw.Queue(path) as plain:
+        plain.put_many([0, 1])
+    die_with(path, 2)
+
+    async def got(q):
+        getter = asyncio.create_task(q.get())
+        await asyncio.to_thread(eventually, lambda: _warnings(caplog))
+        assert not getter.done()
+        q.task_done()
+        return await asyncio.wait_for(getter, 30)
+
+    q = (aio if call.startswith("aio") else threads).Queue(path=path)
+    assert (q.get_nowait(), q.qsize()) == (0, 1)
+    assert _warnings(caplog) == []
+    if call.endswith("get_nowait") or call == "get":
+        take = q.get_nowait if call.endswith("get_nowait") else lambda: q.get(timeout=0.1)
+        for _ in range(2):
+            with pytest.raises(threads.Empty, match=r"one at a time; .* task_done"):
+                take()
+        q.task_done()
+        assert take() == 1
+    elif call == "waiting get":
+        found = []
+        getter = in_thread(lambda: found.append(q.get(timeout=30)))
+        eventually(lambda: _warnings(caplog))
+        assert not found
+        q.task_done()
+        getter.join()
+        assert found == [1]
+    else:
+        assert asyncio.run(got(q)) == 1
+    [told] = _warnings(caplog)
+    assert told.startswith(f"{path}: ")
+    assert "waits for ever" in told
+    q.task_done()
+    with pytest.raises(threads.Empty, match="nothing waits"):
+        q.get_nowait()
+    assert len(_warnings(caplog)) == 1
+    q.close()
+
+
+@pytest.mark.parametrize("kind", ["PriorityQueue", "LifoQueue"])
+def test_other_orders_say_it_too(path, kind, caplog):
+    """What is held back for the one in hand is told of whatever the order."""
+    with weclaw.Queue(path) as plain:
+        plain.put_many([0, 1])
+    die_with(path, 2)
+    q = getattr(threads, kind)(path=path)
+    q.get()
+    with pytest.raises(threads.Empty, match="one at a time"):
+        q.get_nowait()
+    assert len(_warnings(caplog)) == 1
+    q.close()
+
+
+@pytest.mark.parametrize("given", [None, "on_dead"])
+@pytest.mark.parametrize("module", [threads, aio])
+def test_an_item_that_dies_is_told_of(path, module, given, caplog):
+    """By the user's `on_dead`; where there is none, by a warning that says where to find it."""
+    options = {"retry": weclaw.RetryPolicy(max_crashes=0), "group": "workers"}
+    letters = []
+    q = module.Queue(path=path, on_dead=letters.append if given else None, **options)
+    q.put_nowait("once in hand")
+    with Child(take_of_group_then_die, path) as child:
+        assert child.hear() == "once in hand"
+        child.kill()
+    with pytest.raises(threads.Empty):
+        q.get_nowait()
+    q.close()
+    with weclaw.Queue(path, group="workers") as plain:
+        [letter] = plain.dlq
+        where = f"weclaw_embedded.Queue({str(path)!r}, group='workers').dlq"
+        if given:
+            assert ([one.id for one in letters], _warnings(caplog)) == ([letter.id], [])
+        else:
+            [told] = _warnings(caplog)
+            assert f"item {letter.id} is a dead letter (consumer died)" in told
+            assert where in told
+            assert plain.dlq.redrive() == 1
+            assert plain.get_nowait().body == "once in hand"
+
+
+def take_of_group_then_die(pipe, path):
+    from weclaw_embedded import threads
+
+    q = threads.Queue(path=path, group="workers")
+    pipe.send(q.get(timeout=20))
+    time.sleep(60)

@@ -72,6 +72,9 @@ class _Source:
     def tell_dead(self, offsets: list[int]) -> None:
         self._queue._remember_dead(offsets)
 
+    def tell_waiting(self) -> None:
+        pass  # it goes on by itself
+
     def nothing(self) -> Empty:
         return _taking.nothing_ready(self._queue._address, self._paused)
 

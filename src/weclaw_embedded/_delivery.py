@@ -155,6 +155,7 @@ class Taken:
     look_again_us: int | None = None  # queue time
     paused = ""  # until when, and why, if that is why nothing was found
     has_more = False  # has ended by itself and was not judged yet: to be looked again at once
+    is_held_back = False  # nothing was found, but for suspects while this process has one in hand
 
 
 def taken_of(leases: list[Lease], dead: list[int]) -> Taken:

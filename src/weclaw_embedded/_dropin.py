@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
@@ -30,12 +30,13 @@ from ._engine import Engine
 from ._handed_out import Done, HandedOut
 from ._io_calls import closed_error
 from ._message import Message
-from ._options import QUEUE_NAMES, check_names, queue_options
+from ._options import QUEUE_NAMES, UNSET, check_names, queue_options
 from ._order import Entry, Newest, Order
 from ._pending import PENDING, Pending
 from ._session import Session
 from ._store import open as open_store
 from ._wake import Waiter
+from .dlq import DeadLetter
 from .errors import Empty, LeaseLostError, SerializationError, ShutDown
 
 logger = logging.getLogger("weclaw_embedded")
@@ -45,6 +46,9 @@ T = TypeVar("T")
 FIFO: Final = "fifo"
 PRIORITY: Final = "priority"
 LIFO: Final = "lifo"
+
+# What a subclass of a queue of the standard library may override, and none of these.
+_HOOKS: Final = ("_init", "_put", "_get", "_qsize")
 
 _QUEUE_OPTIONS: Final = ("group", "retry", "on_dead", "start")
 
@@ -81,6 +85,8 @@ class Core:
             name: options.pop(name) for name in _QUEUE_OPTIONS if name in options
         }
         chosen["topic"] = options.pop("topic", "default")
+        if chosen.get("on_dead") is None or chosen["on_dead"] is UNSET:
+            chosen["on_dead"] = _teller(path, chosen)
         queue_options(chosen)  # before there is a file
         self.store = open_store(path, **options)
         # Of a cycle that is dropped the garbage collector may end the store before this.
@@ -96,6 +102,8 @@ class Core:
         self.immediate = False
         self.hands = HandedOut()
         self.paused = ""  # at the last look
+        self.is_held_back = False  # so was the last look
+        self._is_told_so = False
         self.order: Order | None = None
         if kind == PRIORITY:
             self.order = Order(Entry, self._item_of)
@@ -172,6 +180,7 @@ class Core:
         choose = None if self.order is None else self.order.choose
         taken = _taking.take(session, (self.queue._address, n, None, waiter), choose)
         self.paused = taken.paused
+        self.is_held_back = taken.is_held_back
         return taken
 
     def made(self, engine: Engine, leases: list[Lease]) -> list[tuple[Lease, Any]]:
@@ -185,8 +194,8 @@ class Core:
                 self._bury(message, error)
         return found
 
-    def _bury(self, message: Message, error: SerializationError) -> None:
-        logger.warning("%s: message %s: %s", self.store.path, message.id, error)
+    @staticmethod
+    def _bury(message: Message, error: SerializationError) -> None:
         try:
             message.fail(f"SerializationError: {error}")
         except LeaseLostError:
@@ -194,6 +203,20 @@ class Core:
 
     def tell_dead(self, offsets: list[int]) -> None:
         self.queue._remember_dead(offsets)
+
+    def tell_waiting(self) -> None:
+        """Say once why a get finds nothing, where that ends only by what the program does. Not
+        under the write lock: whoever logs may take his time.
+        """
+        if self.is_held_back and not self._is_told_so:
+            self._is_told_so = True
+            logger.warning(
+                "%s: items that were in hand when a process died are handed out one at a time, so "
+                "that one which kills its process harms no other; one is in hand, and a get finds "
+                "none of the rest before task_done() is called for it: a program that takes "
+                "several before it is done with the first waits for ever",
+                self.store.path,
+            )
 
     def ended(self) -> BaseException | None:
         """What whoever still waits is told when nothing more will come; None: it may come."""
@@ -205,6 +228,11 @@ class Core:
         """What who takes is told when there was nothing in time."""
         if self.paused:
             return _taking.nothing_ready(self.queue._address, self.paused)
+        if self.is_held_back:
+            return Empty(
+                f"what waits in {self.store.path} was in hand when a process died, and is handed "
+                "out one at a time; nothing was taken; call task_done() for the one in hand first"
+            )
         return Empty(f"nothing waits in {self.store.path}")
 
     # -- counting, under the write lock ------------------------------------------------------------
@@ -300,6 +328,16 @@ class StandIn(_Generic[T]):
     _core: Core
     _joiners: set[Any]  # who waits in `join`
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        hooks = [name for name in _HOOKS if hasattr(cls, name)]
+        if hooks:
+            raise TypeError(
+                f"{cls.__qualname__} has {', '.join(hooks)}, with which a queue of the standard "
+                "library keeps its items otherwise; here they are kept in a file, and that would "
+                "never be called; leave it out, and say what is put and got in put() and get()"
+            )
+
     def __reduce__(self) -> NoReturn:
         kind = type(self)
         raise TypeError(
@@ -361,6 +399,29 @@ class StandIn(_Generic[T]):
     def close(self) -> None:
         """Give the file back now; items that were got and not settled are there for the next."""
         self._core.close()
+
+
+def _teller(
+    path: str | os.PathLike[str], chosen: Mapping[str, Any]
+) -> Callable[[DeadLetter], None]:
+    """What tells of an item that died where the user has no `on_dead`: a program of the standard
+    library's queues knows no dead letters, so it would be gone without a word.
+    """
+    given = {"topic": chosen["topic"]} if chosen["topic"] != "default" else {}
+    given |= {"group": chosen["group"]} if "group" in chosen else {}
+
+    def tell(letter: DeadLetter) -> None:
+        name = os.fspath(path)
+        logger.warning(
+            "%s: item %s is a dead letter (%s), and no get will find it; it is kept in "
+            "weclaw_embedded.Queue(%s).dlq, whose redrive() brings it back",
+            name,
+            letter.id,
+            letter.reason,
+            ", ".join([repr(name), *(f"{key}={value!r}" for key, value in given.items())]),
+        )
+
+    return tell
 
 
 def shut_down() -> ShutDown:

@@ -47,6 +47,10 @@ class Source(Protocol):
         """These became dead letters while looking."""
         ...
 
+    def tell_waiting(self) -> None:
+        """A look found nothing, and somebody waits on."""
+        ...
+
     def nothing(self) -> BaseException:
         """What a caller is told who got nothing in time."""
         ...

@@ -375,6 +375,7 @@ class Turns:
             call.error = takes.source.nothing() if ended is None else copy_of(ended)
             turn.answers.append(call)
             self._engine.settle_left()
+        takes.source.tell_waiting()
         for call in calls:
             self._watch(call)
 

@@ -74,6 +74,7 @@ def take(
     dead: list[int] = []
     look_again_us: int | None = group.paused_until_us
     now_us = session.now_us
+    suspects = 0
     if group.paused_until_us <= now_us:
         now_ns = _clock.monotonic_ns()
         # Where nothing is leased the dead have left nothing to be had: there it is asked rarely.
@@ -124,6 +125,7 @@ def take(
         page.wait_for(engine.slot, READY, mask_of(group.tid), group.gid)
     taken = taken_of([], dead)
     taken.look_again_us = look_again_us
+    taken.is_held_back = bool(suspects and group.n_suspect)
     if group.paused_until_us > now_us:
         taken.paused = _pause_of(group, now_us)
     return taken

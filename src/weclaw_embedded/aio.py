@@ -56,7 +56,8 @@ class Queue(StandIn[T]):
     `task_done()` settles it or the process dies; then it is there again. `task_done()` settles the
     oldest item that the calling task got; else the one that its context inherited (child tasks,
     `asyncio.to_thread`); else it only counts, and when as many calls have come as items are out,
-    all of them are settled. What is found at opening counts as unfinished, as does what other
+    all of them are settled: elsewhere, a program that always has something in hand settles nothing.
+    What is found at opening counts as unfinished, as does what other
     processes put. After `shutdown(immediate=True)` the items stay on disk for the next open.
 
     Unlike `asyncio.Queue` it may be used from several loops and threads. Items are what `codec`
@@ -65,7 +66,10 @@ class Queue(StandIn[T]):
 
     An item is done with `task_done()`: what a program never says that of, it gets again at each
     start, and the file keeps it. What comes back is a copy, not the same object; and this is no
-    subclass of `asyncio.Queue`.
+    subclass of `asyncio.Queue`. What was in hand when its process died comes back one at a time, so
+    `task_done()` is to be called before the next `get`; after more deaths than
+    `retry=RetryPolicy(max_crashes=…)` allows it is a dead letter, which the log says unless
+    `on_dead` is told.
 
     Args:
         maxsize: How many items may wait before `put` does; 0 or less: any number.
@@ -111,7 +115,9 @@ class Queue(StandIn[T]):
             await io.wait(plain)
             return
         state: list[bool] = []
-        call = Op(loop, self._put, message, state, until_s=None, room=core, queue=core.queue)
+        call = Op(
+            loop, self._put_in_turn, message, state, until_s=None, room=core, queue=core.queue
+        )
         call.unwanted = self._take_back
         self._putters[call] = state
         try:
@@ -119,7 +125,7 @@ class Queue(StandIn[T]):
         finally:
             self._putters.pop(call, None)
 
-    def _put(
+    def _put_in_turn(
         self,
         session: Session,
         waiter: Waiter | None,
@@ -177,9 +183,9 @@ class Queue(StandIn[T]):
         """
         # Not a coroutine function: whoever calls is whose item it will be, also where something
         # like `wait_for` runs the coroutine in a task of its own.
-        return self._get(self._core.hands.asked(), _calling_task())
+        return self._take(self._core.hands.asked(), _calling_task())
 
-    async def _get(self, item: Item, owner: asyncio.Task[Any] | None) -> T:
+    async def _take(self, item: Item, owner: asyncio.Task[Any] | None) -> T:
         core = self._core
         try:
             if core.immediate:
@@ -221,6 +227,7 @@ class Queue(StandIn[T]):
             # A put that is not synced yet may be before what was put without waiting.
             if waiting and engine.settle_promises():
                 continue
+            core.tell_waiting()
             raise _dropin.shut_down() if core.is_shutdown else core.nothing()
 
     def _look_now(self, session: Session) -> tuple[Taken, int]:
@@ -231,6 +238,11 @@ class Queue(StandIn[T]):
 
     def task_done(self) -> None:
         """An item that was got is done with: it never comes back. See the class for which one.
+
+        To be called by the task that got it, or by what inherits its context: tasks made after the
+        `get`, `asyncio.to_thread`, callbacks of asyncio. Not so in `run_in_executor`, nor in tasks
+        that were there before: let these get, work and call this themselves, or hand on a
+        `contextvars.copy_context()` of who got it.
 
         Raises `ValueError` when called more often than there were items.
         """

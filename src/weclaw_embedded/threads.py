@@ -37,16 +37,19 @@ class Queue(StandIn[T]):
     `put` is durable on return. An item that was got is held until `task_done()` settles it or the
     process dies; then it is there again. `task_done()` settles the oldest item that the calling
     thread got; else the one that its context inherited; else it only counts, and when as many
-    calls have come as items are out, all of them are settled. What is found at opening counts as
-    unfinished, as does what other processes put. After `shutdown(immediate=True)` the items stay
-    on disk for the next open.
+    calls have come as items are out, all of them are settled: elsewhere, a program that always has
+    something in hand settles nothing. What is found at opening counts as unfinished, as does what
+    other processes put. After `shutdown(immediate=True)` the items stay on disk for the next open.
 
     Items are what `codec` takes (by default what MessagePack can give back equal). One that can't
     be decoded goes to the dead letters. `close()` is not needed, but gives the file back at once.
 
     An item is done with `task_done()`: what a program never says that of, it gets again at each
     start, and the file keeps it. What comes back is a copy, not the same object; and this is no
-    subclass of `queue.Queue`.
+    subclass of `queue.Queue`. What was in hand when its process died comes back one at a time, so
+    `task_done()` is to be called before the next `get`; after more deaths than
+    `retry=RetryPolicy(max_crashes=…)` allows it is a dead letter, which the log says unless
+    `on_dead` is told.
 
     Args:
         maxsize: How many items may wait before `put` does; 0 or less: any number.
@@ -131,7 +134,9 @@ class Queue(StandIn[T]):
                         engine.stop_waiting()
                     if engine.run(core.waiting) and engine.settle_promises():
                         continue  # it only waited for a sync
+                    core.tell_waiting()
                     raise _dropin.shut_down() if core.is_shutdown else core.nothing()
+                core.tell_waiting()
                 core.queue._sleep(engine, waiter, look_at(engine, taken.look_again_us), until_s)
             except BaseException:
                 engine.waker.discard(waiter)
@@ -147,6 +152,10 @@ class Queue(StandIn[T]):
 
     def task_done(self) -> None:
         """An item that was got is done with: it never comes back. See the class for which one.
+
+        To be called by the thread that got it. Where one thread gets and the threads of a pool do
+        the work, let these get, work and call this themselves, or hand on the context of the `get`:
+        `pool.submit(contextvars.copy_context().run, work, item)`.
 
         Raises `ValueError` when called more often than there were items.
         """
