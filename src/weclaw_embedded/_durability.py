@@ -4,7 +4,7 @@ Role: the part of the engine that calls fdatasync, publishes the commit point an
 is held over a sync; one sync answers everybody whose frames were written before it began. What
 nobody else waits for, an ack, is published by the next turn, which has the lock anyhow. After
 one failed write or sync nothing is promised any more until all have closed, and the same goes for
-a file or scratch folder that is not where it was opened.
+a file or scratch folder that is not where it was opened, or that somebody else has cut.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ._shared import (
     FAILED,
     FEED_PIPE,
     FEEDER_SLEEPS,
+    FILE_CUT,
     FILE_MOVED,
     REPLICATION,
     SCRATCH_MOVED,
@@ -39,7 +40,7 @@ from ._shared import (
 from ._wake import FEED_BYTE, READY_BYTE, SYNCED_BYTE, waiter_for
 from ._watch import asker_of, watch_names
 from .errors import ClosedError, StorageError, StoreFailedError
-from .wal import COMMIT, TAIL
+from .wal import COMMIT, TAIL, WRITING
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -56,7 +57,8 @@ _SHARED_S: Final = 0.002
 _SHARE_PAUSE_BYTES: Final = 4 << 10
 
 
-_MOVED: Final = {
+_TAKEN: Final = {
+    FILE_CUT: "the file was cut or written over while open, by something else than this library",
     FILE_MOVED: "the file was deleted, moved or replaced while open",
     SCRATCH_MOVED: "the scratch folder was deleted, moved or replaced while in use",
 }
@@ -76,7 +78,7 @@ _REPLACED: Final = (
 
 def failure_of(why: int) -> str:
     """What has happened to the file, as far as the processes with it open tell each other."""
-    return _MOVED.get(why, "a write or sync failed in another process")
+    return _TAKEN.get(why, "a write or sync failed in another process")
 
 
 class Durability(Part):
@@ -98,10 +100,13 @@ class Durability(Part):
         self._watch_fd = -1
 
     def _watch_place(self) -> None:
-        """Have the system say when the file, or the scratch folder, may have been moved."""
+        """Have the system say when the file, or the scratch folder, may have been moved, or the
+        file cut.
+        """
         self._identity = _disk.identity(self.fd)[:2]
         self._watch_fd = watch_names(
-            [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)]
+            [self.path, self.directory, os.path.join(self.directory, PAGE_NAME)],
+            opened=self.path,
         )
         self._has_moved = asker_of(self._watch_fd)
 
@@ -303,9 +308,10 @@ class Durability(Part):
     def flush(self) -> None:
         """Everything written so far is on stable storage when this returns."""
         with self._lock:
+            may_have_moved = not self.closed and self._has_moved(0)
+        if may_have_moved:
             # As each turn does before it writes; this may come without one.
-            if not self.closed and self._has_moved(0):
-                self._look_at_place()
+            self.look_at_place()
         self.durable(self.page.words[TAIL])
 
     def settle_left(self) -> None:
@@ -447,6 +453,13 @@ class Durability(Part):
             return StoreFailedError(
                 f"{self.path}: {what}; {lost}, what was under way is in doubt; {self._rescue()}"
             )
+        if self.page.words[FAILED] == FILE_CUT:
+            return StoreFailedError(
+                f"{self.path}: {what}; what was confirmed before may be lost with what stood in "
+                "it, and what was under way is in doubt; nothing more is written; close it in "
+                "every process, and restore it from its replica or a backup, or open it again to "
+                "see what is left"
+            )
         safe = "everything confirmed before is safe"
         if any(options.flush != "sync" for options in self._adopted):
             safe = (
@@ -467,12 +480,41 @@ class Durability(Part):
         except OSError:
             there = False
         if not there:
-            raise self.fail(_MOVED[FILE_MOVED], FILE_MOVED)
+            raise self.fail(_TAKEN[FILE_MOVED], FILE_MOVED)
         if not self.page.is_in_place():
-            raise self.fail(_MOVED[SCRATCH_MOVED], SCRATCH_MOVED)
+            raise self.fail(_TAKEN[SCRATCH_MOVED], SCRATCH_MOVED)
+
+    def check_content(self) -> None:
+        """Stop when somebody else has cut the file or written over it. Under the write lock."""
+        if self.log.is_cut() or (not self.page.words[WRITING] and self.log.holds_another()):
+            raise self.fail(_TAKEN[FILE_CUT], FILE_CUT)
+
+    def check_size(self) -> None:
+        """The same as far as the size shows it, for who does not have the lock."""
+        with self._lock:
+            may_be_cut = not self.closed and self.log.is_cut()
+        if may_be_cut:  # or space was given back while it was looked
+            self.run(lambda _: self.check_content())
 
     def _look_at_place(self) -> None:
-        """The same where there is a reason to: the system has said so, or can't."""
+        """Look at both where there is a reason to: the system has said so, or can't. Under the
+        write lock.
+        """
         self._check_place()
-        if self._watch_fd >= 0:
-            _files.read_all(self._watch_fd)
+        if self._watch_fd < 0:
+            return  # it is done at each turn
+        _files.read_all(self._watch_fd)
+        # Again, for what came between the two.
+        self._check_place()
+        self.check_content()
+
+    def look_at_place(self) -> None:
+        """The same for who does not have the lock."""
+        with self._lock:
+            if self.closed:
+                return
+            try:
+                self._lock_file()
+                self._look_at_place()
+            finally:
+                self._unlock_file()

@@ -485,7 +485,7 @@ class Turns:
             self.sync_soon(words[SYNC_HIGH])
         try:
             if self._moved is None or self._moved.poll(0):
-                engine._look_at_place()
+                engine.look_at_place()
         except StoreFailedError:
             self._look_ready = self._look_settled = True
 

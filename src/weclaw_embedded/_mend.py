@@ -86,6 +86,7 @@ def _copy_pinned(engine: Engine, path: str, seen: Seen | None) -> None:
     mine = Pin()
 
     def pin(session: Session) -> tuple[list[int], int]:
+        engine.check_content()
         words = session.log.state.words
         mine.segment = words[HEAD]
         engine.pins.append(mine)
@@ -138,6 +139,7 @@ def _write_copy(log: Log, segments: list[int], tail: int, seen: Seen | None, fd:
     record = pack_head(segments[0], store_id)
     block[HEAD_RECORD_AT : HEAD_RECORD_AT + len(record)] = record
     size = log.segment_bytes
+    is_empty = True
     for place, segment in enumerate(segments):
         at = HEADER_BYTES + place * size
         number = log.slot_of(segment)
@@ -147,6 +149,7 @@ def _write_copy(log: Log, segments: list[int], tail: int, seen: Seen | None, fd:
             raise LookupError(f"segment {segment} is no longer kept")
         if slot is None:
             continue  # damaged: the copy lacks what the file lacks
+        is_empty = False
         data = data.ljust(size, b"\0")
         beyond = max(SLOT_BYTES, min(size, tail - (segment << log.bits)))
         data[beyond:] = bytes(size - beyond)
@@ -156,6 +159,14 @@ def _write_copy(log: Log, segments: list[int], tail: int, seen: Seen | None, fd:
         _files.write_at(fd, [data], at)
         if seen is not None:
             seen((place + 1) * size, len(segments) * size)
+    if is_empty:
+        raise CorruptError(
+            segments[0] << log.bits,
+            "no segment can be found",
+            f"no segment of the log of {_files.name_of(log.fd)} can be read any more, so a backup "
+            "would hold nothing; none was made; restore the file from an earlier backup or its "
+            "replica",
+        )
     _files.zero_fill(fd, HEADER_BYTES + len(segments) * size, size)
     # Last, so that what is half written is not taken for a queue.
     _files.write_at(fd, [bytes(block)], 0)

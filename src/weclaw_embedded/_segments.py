@@ -305,6 +305,13 @@ class Segments:
         """Size of the file."""
         return _files.size(self.fd)
 
+    def is_cut(self) -> bool:
+        """Whether the file lacks slots that it should have: somebody else has made it shorter. Sure
+        only under the write lock, since space is given back meanwhile.
+        """
+        # The last one may be there in part, where a full disk let nobody complete it.
+        return _files.size(self.fd) < self.slot_position(max(0, self.state.words[SLOTS] - 1))
+
     def bytes_with(self, n: int, room: int) -> int:
         """Bytes the file takes with `n` more in the log, of which `room` fit where the log is."""
         each = self.segment_bytes - 2 * SLOT_BYTES - 64

@@ -70,7 +70,7 @@ SYNC_WAIT_HIGH = 53  # the highest offset for which an owner waits for another o
 INDEX_TIME = 54  # when the file of the index was changed last, ns; 0 while it is being changed
 INDEX_BYTES = 55  # how large it was then; the word behind the other
 # Why nothing is promised any more.
-DISK_FAILED, FILE_MOVED, SCRATCH_MOVED = 1, 2, 3
+DISK_FAILED, FILE_MOVED, SCRATCH_MOVED, FILE_CUT = 1, 2, 3, 4
 WORDS_BYTES: Final = 4096
 UNREAD = 320  # how many places of the file the opening could not read; begin and end of each follow
 _MOST_UNREAD: Final = 95

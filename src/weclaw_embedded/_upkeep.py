@@ -90,6 +90,9 @@ class Upkeep(Part):
             self.timer.call_at(0.0, self._look_for_loop)
             self._look_again(tail)
             return
+        # A failure is in the shared page by then, and the next call says it.
+        with contextlib.suppress(StorageError, ClosedError):
+            self.check_size()
         last = self.page.words[LAST]
         makes_room = self._room_maker == threading.get_ident()
         if not makes_room:
@@ -200,6 +203,7 @@ class Upkeep(Part):
         with contextlib.suppress(StorageError, ClosedError):
             self._upkeepers.add(me)
             try:
+                self.check_size()
                 wait_s = None if self.closed else maintain(self.whole, busy=busy, calm=calm)
             finally:
                 self._upkeepers.discard(me)
@@ -212,6 +216,7 @@ class Upkeep(Part):
         """What a timer would have given back soon: there will be no timer."""
         from ._reclaim import maintain
 
+        self.check_size()
         for _ in range(_LAST_ROUNDS):
             wait_s = maintain(self.whole)
             if wait_s is None or wait_s > UPKEEP_S:

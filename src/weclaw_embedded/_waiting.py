@@ -162,6 +162,7 @@ class Waiting(Part):
                 self.durable(words[TAIL])
                 return
             self._check_place()
+            self.check_size()
 
     @property
     def look_every_s(self) -> float:

@@ -1,8 +1,9 @@
 """Whether a file still has its name, without asking the file system each time.
 
-Role: the system is asked to say when a name may have come to be another file's (inotify), and what
-it has to say is a look at a descriptor, which costs a system call that touches no file. Where it
-offers no such thing the answer is always "perhaps", and whoever asks looks for himself.
+Role: the system is asked to say when a name may have come to be another file's, or somebody else
+has opened a file (inotify), and what it has to say is a look at a descriptor, which costs a system
+call that touches no file. Where it offers no such thing the answer is always "perhaps", and whoever
+asks looks for himself.
 
 Invariant: never a no where the name has moved; a yes may be for less (a changed mode, say).
 
@@ -18,11 +19,15 @@ from collections.abc import Callable, Sequence
 from . import _files
 
 _IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x4, 0x400, 0x800
+_IN_CLOSE_WRITE, _IN_OPEN = 0x8, 0x20
 
 
-def watch_names(paths: Sequence[str]) -> int:
+def watch_names(paths: Sequence[str], *, opened: str | None = None) -> int:
     """Return a descriptor that becomes readable when one of these is deleted, moved or replaced
     (and now and then for less), or -1 where the system offers no such thing: then look yourself.
+
+    Also when the one of these that is `opened` is, by which it may be cut, or is closed by one who
+    could write to it. That it is written to is not asked for: those do it whom it is watched for.
     """
     start, add = _files.libc("inotify_init1"), _files.libc("inotify_add_watch")
     if start is None or add is None:
@@ -32,7 +37,8 @@ def watch_names(paths: Sequence[str]) -> int:
         return -1
     wanted = _IN_ATTRIB | _IN_DELETE_SELF | _IN_MOVE_SELF
     for path in paths:
-        if add(fd, os.fsencode(path), wanted) < 0:
+        more = _IN_OPEN | _IN_CLOSE_WRITE if path == opened else 0
+        if add(fd, os.fsencode(path), wanted | more) < 0:
             _files.close(fd)
             return -1
     return fd

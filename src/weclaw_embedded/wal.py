@@ -65,6 +65,7 @@ from ._segments import (
     WRITING,
     LogState,
 )
+from .errors import StorageError
 
 __all__ = [
     "ANNOUNCED",
@@ -146,6 +147,24 @@ class Log(Appending):
             _files.sync_data(self.fd)
         self.header = header
         return header
+
+    def holds_another(self) -> bool:
+        """Whether somebody else has written another file over this one. The caller has the write
+        lock. What can't be read is damage, and says nothing by itself.
+        """
+        last = self.state.words[LAST]
+        try:
+            is_ours = read_file_header(self.fd).store_id == self.header.store_id
+        except (OSError, StorageError):
+            is_ours = False
+        else:
+            if not is_ours:
+                return True
+        try:
+            slot = self.read_slot(self.slot_of(last))
+        except (OSError, StorageError, LookupError):
+            return False
+        return not is_ours if slot is None else slot.segment != last
 
     # Syncing, and giving back -------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 
 import pytest
 from tests.helpers.processes import Child
@@ -187,3 +188,103 @@ def test_what_fails_as_the_dropped_is_closed_is_told_in_the_log(path, caplog, mo
     monkeypatch.setattr(queues[0]._engine, "flush", refused)
     drop(queues, queues[0]._engine)
     assert [(one.message, one.exc_info) for one in caplog.records] == [("the disk is gone", None)]
+
+
+def cut(path, tmp_path):
+    """As `: > FILE` does, and `copytruncate` of what rotates logs."""
+    path.open("wb").close()
+
+
+def cut_in_part(path, tmp_path):
+    with path.open("r+b") as file:
+        file.truncate(10_000)
+
+
+def copied_over(path, tmp_path):
+    """Another queue of at least the size, as a backup is put back without a stop."""
+    with weclaw.Queue(tmp_path / "other.wq") as q:
+        q.put_many(["of another queue"] * 20_000)
+    path.write_bytes((tmp_path / "other.wq").read_bytes())
+
+
+def copied_over_by_older(path, tmp_path):
+    """The same queue as it was a few segments ago."""
+    path.write_bytes((tmp_path / "older.wq").read_bytes())
+
+
+def replaced_by_text(path, tmp_path):
+    path.write_text("no queue\n" * 1_000_000)
+
+
+WRITTEN_OVER = [cut, cut_in_part, copied_over, copied_over_by_older, replaced_by_text]
+
+
+def put_when_told(pipe, path):
+    with weclaw.Queue(path) as q:
+        pipe.send(q.put("of the child"))
+        pipe.recv()
+        try:
+            pipe.send(q.put("too late"))
+        except weclaw.StoreFailedError as error:
+            pipe.send(str(error))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system says when a file is opened")
+@pytest.mark.parametrize("how", WRITTEN_OVER, ids=lambda how: how.__name__)
+def test_nothing_is_confirmed_in_a_file_that_was_cut_or_written_over(path, tmp_path, how):
+    """By no process that has it open, and none says that what was in it is safe."""
+    weclaw.Queue(path).close()
+    (tmp_path / "older.wq").write_bytes(path.read_bytes())
+    with weclaw.open(path) as store, Child(put_when_told, path) as child:
+        child.hear()
+        q = store.queue()
+        q.put_many([b"x" * 1_000_000] * 3)
+        how(path, tmp_path)
+        for call in (lambda: q.put(1), q.get, store.flush, q.stats):
+            with pytest.raises(weclaw.StoreFailedError, match="cut or written over") as caught:
+                call()
+            assert "is safe" not in str(caught.value)
+        with pytest.raises(weclaw.StoreFailedError, match="cut or written over"):
+            store.backup(tmp_path / "saved.wq")
+        child.say("go on")
+        assert "cut or written over" in child.hear()
+        assert child.wait() == 0
+    assert not (tmp_path / "saved.wq").exists()
+
+
+def test_who_waits_notices_that_the_file_was_cut(path):
+    """By its size, where nothing else tells: nobody had to open it for that."""
+    with weclaw.Queue(path) as q:
+        q.put("lost")
+        q.get()
+        os.truncate(path, 0)
+        with pytest.raises(weclaw.StoreFailedError, match="cut or written over"):
+            q.get(timeout=30)
+
+
+def test_a_file_that_others_only_open_goes_on(path, tmp_path):
+    """To look at it, to copy it, or to write to it what stands there."""
+    with weclaw.Queue(path) as q:
+        q.put("kept")
+        (tmp_path / "copy.wq").write_bytes(path.read_bytes())
+        with path.open("r+b") as file:
+            head = file.read(100)
+            file.seek(0)
+            file.write(head)
+        with weclaw.open(path, readonly=True) as store:
+            assert store.queue().qsize() == 1
+        q.put("goes on")
+        assert q.qsize() == 2
+
+
+def test_no_backup_is_made_of_a_file_with_nothing_to_read(path, tmp_path):
+    """It could not be opened, which would be found out when it is needed."""
+    with weclaw.open(path) as store:
+        store.queue().put("lost")
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(4096)
+            file.write(bytes(size - 4096))
+        with pytest.raises(weclaw.CorruptError, match="a backup would hold nothing"):
+            store.backup(tmp_path / "saved.wq")
+    assert not (tmp_path / "saved.wq").exists()
