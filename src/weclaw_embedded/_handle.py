@@ -85,9 +85,11 @@ class _Untold:
         """At the end of the interpreter: its thread may take until then (time.monotonic)."""
         if self._over or self.engine.forked:
             return
-        told = threading.Event()
-        self._timer.call_at(0.0, told.set)
-        if not told.wait(max(0.0, until_s - time.monotonic())):
+        # No Event: broken off by Ctrl-C, it could keep its lock, and that thread never come back.
+        told = threading.Lock()
+        told.acquire()
+        self._timer.call_at(0.0, told.release)
+        if not told.acquire(timeout=max(0.0, until_s - time.monotonic())):
             logger.warning(
                 "%s: the program ends while on_dead is at work; for %d more letters it is not "
                 "called; all are in the dead letters",

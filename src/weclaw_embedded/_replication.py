@@ -12,6 +12,7 @@ It must not know what messages are.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -95,7 +96,10 @@ class Replication(Rounds):
         self._waiting: list[tuple[int, threading.Lock]] = []
         self._waiting_lock = threading.Lock()
         self._stopping = False
-        self._stop = threading.Event()
+        # The feeder's thread sleeps on it, until it is released. Who closes may be broken off by
+        # Ctrl-C, which an Event does not stand: it could keep its own lock for ever.
+        self._stop = threading.Lock()
+        self._stop.acquire()
         self._pipe = -1
         self._reason = "it has not answered yet"
         self._said = ""
@@ -115,7 +119,7 @@ class Replication(Rounds):
         self._thread = threading.current_thread()
         try:
             while not self._stopping and not _locks.try_lock(engine.fd, FEEDER, True):
-                self._stop.wait(_TAKE_OVER_S)
+                self._pause(_TAKE_OVER_S)
             if self._stopping:
                 return
             self.is_feeder = True
@@ -136,6 +140,11 @@ class Replication(Rounds):
                 if engine.replication is self:
                     engine.replication = None
 
+    def _pause(self, wait_s: float) -> None:
+        """Sleep, in the feeder's thread, unless it is to stop."""
+        if not self._stopping:
+            self._stop.acquire(timeout=wait_s)
+
     def _feed(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._is_over():
@@ -151,7 +160,7 @@ class Replication(Rounds):
             else:
                 wait_s = _REFUSED_PAUSE_S if refused else pause_s
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._stop.wait(wait_s)
+            self._pause(wait_s)
 
     def _connect(self) -> bool:
         """Start a receiver and bring it level. True when it refuses."""
@@ -203,7 +212,7 @@ class Replication(Rounds):
                 self._wake(0)
                 idle_since_s = time.monotonic()
                 if not words[REPLICATION] & SYNC_WANTED:
-                    self._stop.wait(_LINGER_S)
+                    self._pause(_LINGER_S)
             elif words[TAIL] > words[COMMIT] and time.monotonic() - idle_since_s > _IDLE_SYNC_S:
                 # Nobody forces it to the disk: after a while it is done for the replica's sake.
                 self._engine.durable(words[TAIL])
@@ -346,7 +355,8 @@ class Replication(Rounds):
     def close(self) -> None:
         """Stop taking part. The receiver goes on to the end with `finish`. No lock is held."""
         self._stopping = True
-        self._stop.set()
+        with contextlib.suppress(RuntimeError):  # it was told before
+            self._stop.release()
         self.wake_feeder()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

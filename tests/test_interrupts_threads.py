@@ -1,0 +1,106 @@
+"""Ctrl-C at any moment in one thread: the others of its process go on, and so do later calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.interrupts import interrupted
+from tests.helpers.queues import eventually
+
+import weclaw_embedded as weclaw
+from weclaw_embedded._handle import _Untold
+from weclaw_embedded._wake import Timer
+
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
+
+def beside(call: Callable[[], object], what: object) -> None:
+    """Make the call in another thread, which must come back."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), what
+
+
+def cancel_many(timer: Timer) -> None:
+    for number in range(1, 100):
+        timer.cancel(number)
+
+
+@pytest.mark.parametrize(
+    "broken_off",
+    [
+        lambda timer: timer.call_at(0.0, int),
+        cancel_many,
+        lambda timer: timer.stop(),
+        lambda timer: timer.close(),
+    ],
+    ids=["call_at", "cancel", "stop", "close"],
+)
+@pytest.mark.parametrize("sleeps", [False, True], ids=["new", "asleep"])
+def test_a_timer_that_was_broken_off_anywhere_goes_on(
+    broken_off: Callable[[Timer], Any], sleeps: bool
+) -> None:
+    """It calls in time what others want called, and can be closed."""
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        timer = Timer("weclaw-test")
+        if sleeps:
+            timer.call_at(time.monotonic() + 3600, int)
+        error = interrupted(lambda timer=timer: broken_off(timer), n)
+        if error is None:
+            beside(timer.close, places)
+            break
+        places.append(error.args[0])
+        called = threading.Event()
+        beside(lambda timer=timer, called=called: timer.call_at(0.0, called.set), places)
+        assert timer._closed or called.wait(20), places
+        beside(timer.close, places)
+        assert timer._thread is None or not timer._thread.is_alive(), places
+    assert places
+
+
+def test_a_wait_for_on_dead_that_was_broken_off_anywhere_leaves_its_thread_at_work(
+    path: Path,
+) -> None:
+    """Ctrl-C at the end of the program, while it waits for that thread: the file can be closed."""
+    told: list[int] = []
+    with weclaw.Queue(path) as q:
+        untold = _Untold(q._store._engine, told.extend)
+        n, places = 0, []
+        while n == len(places):
+            n += 1
+            error = interrupted(lambda: untold.wait_told(time.monotonic() + 20), n)
+            if error is not None:
+                places.append(error.args[0])
+            untold.add([n])
+            eventually(lambda n=n: told[-1:] == [n], what=str(places))
+        assert "call_at" in places
+        untold.close()
+
+
+def test_a_close_that_was_broken_off_while_it_stops_the_feeder_can_be_called_again(
+    tmp_path: Path,
+) -> None:
+    """The thread that feeds the replica ends, wherever Ctrl-C came."""
+    n, places = 0, []
+    while n == len(places):
+        n += 1
+        weclaw.Queue(tmp_path / f"{n}.wq").close()
+        q = weclaw.Queue(tmp_path / f"{n}.wq", replica=["false"], sync_replica=False)
+        replication = q._store._engine.replication
+        assert replication is not None
+        eventually(lambda replication=replication: replication._thread is not None)
+        error = interrupted(replication.close, n)
+        if error is not None:
+            places.append(error.args[0])
+        q.close()
+        assert replication._thread is not None
+        assert not replication._thread.is_alive(), places
+    assert "wake_feeder" in places
