@@ -152,6 +152,25 @@ def test_a_bad_variable_is_named_as_it_was_spelled(
         store_options({}), queue_options({})
 
 
+@pytest.mark.parametrize(
+    ("suffix", "text", "why"),
+    [
+        ("RETENTION", "x", "is not a duration; write 5s, 500ms, 48h or a plain number"),
+        ("MAX_RETRIES", "-1", "makes no sense: it must be at least 0, not -1"),
+        ("REPLICA", "", "makes no sense: it must name a file, not ''"),
+    ],
+)
+def test_a_bad_variable_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, suffix: str, text: str, why: str
+) -> None:
+    """Its name stands there once."""
+    monkeypatch.setenv(f"WECLAW_{suffix}", text)
+    with pytest.raises(ValueError) as caught:
+        store_options({}), queue_options({})
+    said = f"the environment variable WECLAW_{suffix}={text!r} {why}; nothing was opened;"
+    assert str(caught.value) == f"{said} correct or unset it"
+
+
 def test_the_right_spelling_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WECLAW_FLUSH_MODE", "os")
     monkeypatch.setenv("WEBCLAW_FLUSH_MODE", "nonsense")

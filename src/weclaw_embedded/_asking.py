@@ -155,6 +155,7 @@ class Asking(Handle):
 
     def full(self) -> bool:
         """True when `maxsize` is reached; never without one."""
+        self._engine  # noqa: B018  a closed queue says so, with a limit and without
         return self.maxsize > 0 and self.qsize() >= self.maxsize
 
     def join(self, timeout: float | None = None) -> bool:

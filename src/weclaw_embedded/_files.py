@@ -100,6 +100,13 @@ def name_of(fd: int) -> str:
 # Opening ------------------------------------------------------------------------------------
 
 
+def may_write(path: str) -> bool:
+    """Whether the file may be read and written."""
+    # By who opens it, where that can be asked, and not by who has begun the process.
+    effective = os.access in os.supports_effective_ids
+    return os.access(path, os.R_OK | os.W_OK, effective_ids=effective)
+
+
 def open_rw(path: str) -> int:
     """Open an existing file to read and write; the descriptor isn't inherited."""
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -169,12 +169,18 @@ def _from_environment(option: _Option) -> Any:
         return UNSET
     spelled, text = found
     try:
-        return option.check(spelled, option.parse(text.strip()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"the environment variable {spelled}={text!r}: {error}; nothing was opened; "
-            "correct or unset it"
-        ) from None
+        value = option.parse(text.strip())
+    except ValueError as error:
+        why = f"{error}"
+    else:
+        try:
+            return option.check("it", value)
+        except (ValueError, TypeError) as error:
+            why = f"makes no sense: {error}"
+    raise ValueError(
+        f"the environment variable {spelled}={text!r} {why}; nothing was opened; correct or unset "
+        "it"
+    )
 
 
 def _settle(

@@ -61,6 +61,15 @@ def typed_errors(path: str) -> Iterator[None]:
             advice = "choose a name of at most 200 bytes"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             advice = "open it as its owner, or, if it may be read, with readonly=True"
+            if error.errno == errno.EROFS:
+                advice = "if it is to be read there, open it with readonly=True"
+            elif _files.may_write(path):
+                # Not the file, then, but what belongs beside it.
+                advice = (
+                    f"the file itself can be written, but not its scratch folder {scratch_of(path)}"
+                    ", or that can't be made beside it: do it as who may write there, or open it "
+                    "with readonly=True"
+                )
             if _is_missing(path):
                 advice = (
                     "there is no such file, and none can be made in its folder: choose another "

@@ -74,6 +74,15 @@ def test_the_line_of_a_record_of_csv_is_where_it_begins(
         assert "the field 'id' is no text or number to take the id from" in err
 
 
+def test_what_was_there_already_is_not_said_to_be_put(file: Path, ctl: Any) -> None:
+    """By its id, which is the only way in which something can be."""
+    for _ in range(2):
+        said = ctl("put", file, '{"id": 1}', "--id-field", "id")[1]
+        assert said == f"1 message put into {file}, or there already by its id\n"
+    with weclaw.Queue(file) as q:
+        assert q.qsize() == 1
+
+
 @pytest.mark.parametrize("words", [(), ("-",), ("--input", "-")], ids=str)
 def test_a_dash_is_standard_input(words: tuple[str, ...], file: Path) -> None:
     """As for `dlq export` it is standard output; never the text "-", unless that is meant."""

@@ -29,6 +29,15 @@ def test_closing_a_queue_hands_its_leases_back_while_another_handle_works(path):
         assert other.status(held.id) == "done"
 
 
+@pytest.mark.parametrize("maxsize", [0, 5])
+def test_a_closed_queue_is_neither_full_nor_not_full(path, maxsize):
+    q = weclaw.Queue(path, maxsize=maxsize)
+    assert not q.full()
+    q.close()
+    with pytest.raises(weclaw.ClosedError):
+        q.full()
+
+
 def test_closing_a_store_hands_back_what_all_its_queues_held(path):
     """Closing a store closes its queues: their leases are back, those of other handles stay."""
     with weclaw.Queue(path) as other:

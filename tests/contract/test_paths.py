@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import stat
+import tempfile
 
 import pytest
 from tests.helpers.processes import Child
@@ -286,6 +287,28 @@ def test_a_file_that_is_not_ours_is_said_in_our_words(path, options):
             weclaw.Queue(path, **options)
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives up its rights for a moment")
+def test_a_folder_that_may_not_be_written_is_not_said_to_be_the_file():
+    """The file may be written by all, but no scratch folder can be made beside it."""
+    folder = tempfile.mkdtemp()  # that of the test is in one which only its owner may enter
+    path = os.path.join(folder, "tasks.wq")
+    try:
+        weclaw.Queue(path).close()
+        shutil.rmtree(scratch(path))
+        os.chmod(path, 0o666)
+        os.chmod(folder, 0o755)
+        os.seteuid(65534)
+        if not os.access(path, os.R_OK, effective_ids=True):
+            pytest.skip("others may not enter the folder of temporary files")
+        with pytest.raises(weclaw.StorageError, match="the file itself can be written") as caught:
+            weclaw.Queue(path)
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(folder)
+    assert str(scratch(path)) in str(caught.value)
+    assert "as its owner" not in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [240, 255])

@@ -227,6 +227,8 @@ def must_exist(file: str) -> None:
     try:
         found = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
+        if not file:
+            fail("the name of the file is empty; name one")
         to = f" as {os.path.realpath(file)}, where it leads" if os.path.islink(file) else ""
         fail(plain(f"{file}: there is no such file{to}; 'weclawctl put' makes one"))
     except OSError:
@@ -293,8 +295,11 @@ def fail_if_not_ours(file: str, error: weclaw.StorageError) -> None:
                 f"{plain(file)} can't be read ({cause.strerror}); nothing was changed; do this as "
                 "its owner"
             )
+        what = plain(file)
+        if os.access(file, os.W_OK):
+            what = f"the folder {plain(file)}.d, which belongs to {what}, can't be made there, or"
         fail(
-            f"{plain(file)} can't be written ({cause.strerror}); nothing was changed; what only "
+            f"{what} can't be written ({cause.strerror}); nothing was changed; what only "
             "looks (stats, peek, verify, dlq list …) works all the same"
         )
 

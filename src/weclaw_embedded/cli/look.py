@@ -368,7 +368,15 @@ def _in_hand(one: _survey.Held, topic: str) -> dict[str, Any]:
 @click.command(short_help="Show the results of messages.")
 @common.file_argument
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("-n", "--limit", "limit", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option(
+    "-n",
+    "--limit",
+    "limit",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="So many at most, the oldest.",
+)
 @common.topic_option
 @common.group_option
 @common.json_option

@@ -124,7 +124,8 @@ def put(
         common.fail(_what_is_put(fault, total, alone=len(bodies) == 1))
     if not as_json:
         none = "" if queue is not None else ", which was not made: there was nothing to put"
-        click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}{none}")
+        again = ", or there already by its id" if id_field and total else ""
+        click.echo(f"{common.count(total, 'message')} put into {common.plain(file)}{again}{none}")
 
 
 def _what_is_put(fault: str, total: int, *, alone: bool) -> str:
