@@ -218,6 +218,28 @@ def test_a_pool_that_is_given_the_context_settles_as_it_goes(path):
     q.close()
 
 
+@pytest.mark.parametrize("module", [threads, aio])
+def test_that_many_calls_settle_nothing_is_said_once(path, module, caplog):
+    """Of a program that always has one in hand, not of one that settles all now and then."""
+    q = module.Queue(path=path, flush="os")
+    for n in range(301):
+        q.put_nowait(n)
+    for _ in range(3):
+        for _ in range(60):
+            q.get_nowait()
+        in_thread(lambda: [q.task_done() for _ in range(60)]).join()
+    q.get_nowait()
+    for n in range(120):
+        assert len(_warnings(caplog)) == (n >= 100)
+        q.get_nowait()
+        in_thread(q.task_done).join()
+    [told] = _warnings(caplog)
+    assert told.startswith(f"{path}: 100 calls of task_done()")
+    with weclaw.Queue(path) as plain:
+        assert plain.stats().settled == 180
+    q.close()
+
+
 @pytest.mark.parametrize("getter", ["own", "other"])
 def test_a_task_done_that_found_no_room_is_none(path, monkeypatch, getter):
     """It raises and leaves all as it was: the next call settles what it was to settle."""

@@ -50,6 +50,9 @@ LIFO: Final = "lifo"
 # What a subclass of a queue of the standard library may override, and none of these.
 _HOOKS: Final = ("_init", "_put", "_get", "_qsize")
 
+# Calls of task_done that have settled nothing yet, from where on that is worth a word.
+_MANY_COUNTED: Final = 100
+
 _QUEUE_OPTIONS: Final = ("group", "retry", "on_dead", "start")
 
 
@@ -104,6 +107,7 @@ class Core:
         self.paused = ""  # at the last look
         self.is_held_back = False  # so was the last look
         self._is_told_so = False
+        self._is_told_of_counted = False
         self.order: Order | None = None
         if kind == PRIORITY:
             self.order = Order(Entry, self._item_of)
@@ -216,6 +220,22 @@ class Core:
                 "none of the rest before task_done() is called for it: a program that takes "
                 "several before it is done with the first waits for ever",
                 self.store.path,
+            )
+
+    def tell_counted(self) -> None:
+        """Say once that calls of `task_done` settle nothing: of a program that always has something
+        in hand they never do, and nothing else shows it before it is started again.
+        """
+        counted = self.hands.counted
+        if counted >= _MANY_COUNTED and not self._is_told_of_counted:
+            self._is_told_of_counted = True
+            logger.warning(
+                "%s: %d calls of task_done() came from where nothing was got, and have settled "
+                "nothing yet: which items they mean shows only when as many have come as items are "
+                "out; call it in the task or thread that got the item, or hand on its context, as "
+                "by pool.submit(contextvars.copy_context().run, work, item)",
+                self.store.path,
+                counted,
             )
 
     def ended(self) -> BaseException | None:
@@ -381,6 +401,8 @@ class StandIn(_Generic[T]):
             failed = False
         finally:
             self._core.hands.look_at_end(done, failed)
+        if done.is_counted:
+            self._core.tell_counted()
         return left
 
     def _done(self, session: Session, done: Done) -> int:
