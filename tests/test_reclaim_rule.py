@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import weclaw_embedded as weclaw
 from weclaw_embedded import _reclaim, _reclaim_rule, _upkeep
 from weclaw_embedded._reclaim_rule import Does, decide
 from weclaw_embedded._upkeep import Pin
+from weclaw_embedded.wal import HEAD, LAST
 
 DESIGN = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 
@@ -370,6 +372,41 @@ def test_each_reason_has_its_case_and_stands_in_the_design() -> None:
         and cells[0].strip() in {"free", "carry", "leave"}
     ]
     assert list(dict.fromkeys(listed)) == reasons()
+
+
+@pytest.mark.parametrize("n_kept", [1, 8, 9, 100])
+def test_space_is_freed_for_one_put_until_all_that_was_kept_was_looked_at(n_kept: int) -> None:
+    """Not for ever, where what is freed is written once more; and in few tries, because each looks
+    at the whole put.
+    """
+
+    class Engine:
+        page = SimpleNamespace(words={HEAD: 5, LAST: 4 + n_kept})
+
+        def make_room(self, at_most: int) -> int:
+            freed = max(8, at_most)
+            for word in (HEAD, LAST):
+                self.page.words[word] += freed
+            return freed
+
+    making = _upkeep.MakingRoom(Engine())
+    tries = 0
+    while making.step():
+        tries += 1
+        assert tries < 100
+    assert making.is_over
+    assert n_kept <= Engine.page.words[HEAD] - 5 < 8 + 2 * n_kept
+    assert tries <= 1 + n_kept.bit_length()
+
+
+def test_a_call_is_tried_again_also_where_nothing_was_freed_for_it() -> None:
+    """Another may have freed something since it was refused."""
+    engine = SimpleNamespace(
+        page=SimpleNamespace(words={HEAD: 0, LAST: 9}), make_room=lambda at_most: 0
+    )
+    making = _upkeep.MakingRoom(engine)
+    assert making.step()
+    assert not making.step()
 
 
 def words_of(n: int) -> str:

@@ -11,9 +11,9 @@ import pytest
 from tests.helpers.queues import drain, eventually
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _files, _records, _settling, threads
+from weclaw_embedded import _files, _putting, _records, _settling, threads
 from weclaw_embedded._index import IndexFullError
-from weclaw_embedded._session import Job
+from weclaw_embedded._session import OS, Job
 
 
 class Held:
@@ -159,6 +159,34 @@ def test_an_index_without_room_under_one_job_leaves_nothing_out(open_queue):
     assert q.stats().leased == 2
     engine.run_jobs([jobs[0], jobs[2]])
     assert [q.status(id) for id in ids] == ["done", "done", "ready"]
+
+
+def test_what_was_done_is_not_done_again_when_the_rest_finds_no_room(open_queue, monkeypatch):
+    """A job of a turn that found no room is refused alone, be it in laying out or in writing."""
+    q = open_queue()
+    real = _files.write_at
+    is_full = []
+
+    def write_at(fd: int, buffers: Any, offset: int) -> int:
+        if is_full and sum(map(len, buffers)) > 5000:
+            raise weclaw.DiskFullError("no room to write it")
+        return real(fd, buffers, offset)
+
+    def much(session: Any) -> None:
+        if not is_full:
+            is_full.append(1)
+            raise weclaw.DiskFullError("no room to lay it out")
+        session.append([(bytes(6000),)])
+
+    def put(session: Any, body: str) -> list[str]:
+        data, terms = q._encoder.one(body)
+        return _putting.put(session, (q._address, [([data], terms)], OS, 0, None, None))
+
+    monkeypatch.setattr(_files, "write_at", write_at)
+    jobs = [Job(put, "before"), Job(much), Job(put, "behind")]
+    q._engine.run_jobs(jobs)
+    assert [type(job.error) for job in jobs] == [type(None), weclaw.DiskFullError, type(None)]
+    assert sorted(drain(q)) == ["before", "behind"]
 
 
 def test_a_sync_that_fails_fails_for_all_who_waited(open_queue, monkeypatch):

@@ -378,7 +378,7 @@ def test_what_came_of_a_handler_is_kept_until_a_full_disk_has_room(
         monkeypatch.setattr(worker_module, "describe", lambda error: "its outcome")
     monkeypatch.setattr(worker_module, "_PATIENCE_S", 0.02)
     monkeypatch.setattr(_files, "write_at", full)
-    monkeypatch.setattr(type(q._engine), "make_room", lambda engine: False)
+    monkeypatch.setattr(type(q._engine), "make_room", lambda engine, at_most: 0)
     caplog.set_level(logging.WARNING, "weclaw_embedded")
     with Running(q, handle, max_run_time=1):
         assert eventually(lambda: refused and refused[-1] - refused[0] > 3)  # two leases long

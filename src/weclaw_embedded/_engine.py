@@ -65,7 +65,7 @@ from ._shared import (
     WAITERS,
 )
 from ._together import Together
-from ._upkeep import Upkeep
+from ._upkeep import MakingRoom, Upkeep
 from ._waiting import ALONE_CHECK_S, Waiting
 from ._wake import READY_BYTE
 from ._with_replica import WithReplica
@@ -239,13 +239,10 @@ class Engine(
             if session is not None and session.begun:
                 self.give_back_unseen([*chain.from_iterable(session.begun)])
             if not (
-                isinstance(error, DiskFullError)
-                and session is not None
-                and session.may_make_room
-                and self.make_room()
+                isinstance(error, DiskFullError) and session is not None and session.may_make_room
             ):
                 raise
-            return self.run_once(operation, what)
+            return self._run_in_room_made(operation, what)
         if has_more:
             return self._again(session, operation, what)
         try:
@@ -264,6 +261,17 @@ class Engine(
                 self.give_back_unseen([*chain.from_iterable(session.begun)])
             raise
         return result
+
+    def _run_in_room_made(self, operation: Callable[[Session, What], T], what: What) -> T:
+        """`run_with`, after a turn that found no room on the disk."""
+        making = MakingRoom(self)
+        while True:
+            making.step()
+            try:
+                return self.run_once(operation, what)
+            except DiskFullError:
+                if making.is_over:
+                    raise
 
     def _again(self, session: Session, operation: Callable[[Session, What], T], what: What) -> T:
         """`run_with`, after a turn that judged only a part of what had ended by itself."""

@@ -22,6 +22,7 @@ from ._wake import Waiter
 from .errors import ClosedError
 
 if TYPE_CHECKING:
+    from ._upkeep import MakingRoom
     from .queue import Queue
 
 
@@ -174,7 +175,7 @@ class Op(Call):
     room: object = None
     queue: Queue | None = None
     look_at_s: float | None = None  # when to try again by itself, while it is parked
-    may_reclaim = True  # settled space is freed before it waits for bytes, or is refused
+    making: MakingRoom | None = None  # is made before it waits for bytes, or is refused
 
     def __init__(
         self,

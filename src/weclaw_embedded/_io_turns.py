@@ -47,6 +47,7 @@ from ._pending import LOOK_FOR_ROOM_S, PENDING, Pending, look_at
 from ._putting import NoBytes, NoRoom
 from ._session import BATCH, Job, MoreEnded, Session
 from ._shared import FAILED, SYNC_HIGH
+from ._upkeep import MakingRoom
 from ._waiting import DEATH_CHECK_S
 from ._wake import Waiter
 from .errors import DiskFullError, Full, StoreFailedError
@@ -191,10 +192,9 @@ class Turns:
         except NoRoom as error:
             if waits:
                 blocked.add(id(call.room))
-            if isinstance(error, NoBytes) and call.may_reclaim:
-                call.may_reclaim = False
+            if isinstance(error, NoBytes) and not (call.making and call.making.is_over):
                 return MAKE_ROOM
-            call.may_reclaim = True
+            call.making = None
             call.refused = str(error)
             if not waits:
                 raise Full(str(error)) from None
@@ -412,9 +412,14 @@ class Turns:
             heapq.heappush(self._late, (call.until_s, self._count, call))
 
     def _make_room(self, calls: list[Op]) -> None:
-        """Free what only retention holds, and try these again, before those that came later."""
+        """Free what only retention holds for the first of these, and try them again, before those
+        that came later.
+        """
+        fresh = MakingRoom(self._engine)
+        for call in calls:
+            call.making = call.making or fresh
         try:
-            self._engine.make_room()
+            (calls[0].making or fresh).step()
         except Exception as error:  # noqa: BLE001  told to everybody who needed it
             self._fail(list(calls), error)
             return

@@ -22,6 +22,7 @@ from ._options import check_timeout
 from ._putting import NoBytes, NoRoom
 from ._session import Session
 from ._shared import SETTLED
+from ._upkeep import MakingRoom
 from ._wake import Waiter
 from .errors import ClosedError, Full
 
@@ -130,11 +131,11 @@ class Waits:
         something was settled. Raises Full when the time is over.
         """
         waiter: Waiter | None = None
-        may_reclaim = True  # settled space is freed before anything is refused
+        making = MakingRoom(engine)  # settled space is freed before anything is refused
         try:
             while True:
-                if isinstance(refused, NoBytes) and may_reclaim and engine.make_room():
-                    may_reclaim = False
+                if isinstance(refused, NoBytes) and making.step():
+                    pass
                 elif until_s == 0.0 or is_over(until_s):
                     raise Full(str(refused)) from None
                 elif waiter is None:
@@ -144,7 +145,7 @@ class Waits:
                 else:
                     look_at_s = time.monotonic() + LOOK_FOR_ROOM_S
                     self._sleep(engine, waiter, look_at_s, until_s)
-                    waiter, may_reclaim = None, True
+                    waiter, making = None, MakingRoom(engine)
                 try:
                     return attempt(waiter)
                 except NoRoom as error:

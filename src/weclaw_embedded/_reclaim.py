@@ -414,9 +414,9 @@ def _reserved_bytes(session: Session) -> tuple[int, int]:
     return max(1, need), most_groups * each
 
 
-def make_room(engine: Engine) -> bool:
-    """Free settled segments that only retention holds, for a put that found no room. False when
-    there was none to free.
+def make_room(engine: Engine, at_most: int = 0) -> int:
+    """Free settled segments that only retention holds, for a put that found no room: so many, or a
+    few if that is less. How many they were.
     """
     # What was freed before, and only waits for a sync, comes first: carrying needs a slot, too.
     if engine.run_once(lambda session: session.log.waiting()):
@@ -424,9 +424,7 @@ def make_room(engine: Engine) -> bool:
     freed = 0
     # Where even that has no room, what was freed until then has to do.
     with contextlib.suppress(DiskFullError):
-        while freed < _STEPS or engine.run_once(_is_over):
-            if take_step(engine, True) != 0.0:
-                break
+        while freed < max(_STEPS, at_most) and take_step(engine, True) == 0.0:
             freed += 1
         if not freed and engine.run_once(_leave_tail):
             freed += take_step(engine, True) == 0.0
@@ -434,13 +432,7 @@ def make_room(engine: Engine) -> bool:
         _make_reusable(engine)
     else:
         engine.run_once(keep_reserve)
-    return freed > 0 or engine.log.free_bytes() > 0
-
-
-def _is_over(session: Session) -> bool:
-    """Whether the file is larger than `max_bytes` lets a put leave it: what settles may go on."""
-    limit = session.option("max_bytes")
-    return limit is not None and session.log.bytes_with(0, 0) > limit
+    return freed
 
 
 def _leave_tail(session: Session) -> bool:

@@ -25,11 +25,11 @@ _HALF: Final = 1 / 2
 _SHORT: Final = 2 / 3
 # Where a put found no room whatever is got back counts, from an eighth of what is carried on.
 _EIGHTH: Final = 1 / 8
-# So many segments are looked at together then: as many as may be freed for one put. What is ready
-# is carried for a put only if that gives half of them back, as where nobody takes it: a producer
-# who waits for a consumer at `max_bytes` finds 69 % of the file in use. It was 62 % when what is
-# ready was carried as soon as it took no more than a quarter of its segment, for the copies took
-# the room.
+# So many segments are looked at together then: as many as are freed before a put is tried again for
+# the first time. What is ready is carried for a put only if that gives half of them back, as where
+# nobody takes it: a producer who waits for a consumer at `max_bytes` finds 69 % of the file in use.
+# It was 62 % when what is ready was carried as soon as it took no more than a quarter of its
+# segment, for the copies took the room.
 AHEAD: Final = 8
 # In so many segments the log goes on while what lives is carried. Where only `max_bytes` is reached
 # they are there for a moment: what is freed takes their place.

@@ -26,6 +26,7 @@ from ._opening import Opened
 from ._part import Part
 from ._session import Job, MoreEnded, Session
 from ._shared import REPLICATION
+from ._upkeep import MakingRoom
 from .errors import DiskFullError
 
 T = TypeVar("T")
@@ -160,17 +161,31 @@ class Together(Part):
         `durable(returned offset)` has returned. A job with the error MoreEnded, and all behind it,
         were not done: they are to be run again.
 
-        Raises what makes the whole turn fail; then none of the jobs was done.
+        Those that find no room on the disk are run again, each by itself, as more space is freed,
+        before they are refused. Raises what makes the whole turn fail; then none of the jobs was
+        done.
         """
         try:
             tail = self._run_jobs_once(jobs)
-        except DiskFullError:
-            if len(jobs) > 1 or not self.make_room():
+        except DiskFullError as error:
+            if len(jobs) > 1:
                 raise
-            return self._run_jobs_once(jobs)
+            jobs[0].error = error
+            tail = 0
         full = [job for job in jobs if isinstance(job.error, DiskFullError)]
-        if full and self.make_room():
-            tail = self._run_jobs_once(full)
+        return self._run_in_room_made_for(full, tail) if full else tail
+
+    def _run_in_room_made_for(self, full: Sequence[Job], tail: int) -> int:
+        """Run jobs again that found no room on the disk; `tail` if none of them finds any."""
+        making = MakingRoom(self)
+        while full and making.step():
+            # Each in a turn of its own: what one can't have fails none of the others.
+            for job in full:
+                try:
+                    tail = self._run_jobs_once([job])
+                except DiskFullError as error:
+                    job.result, job.error, job.must_sync = None, error, False
+            full = [job for job in full if isinstance(job.error, DiskFullError)]
         return tail
 
     def run_job(self, job: Job) -> int:

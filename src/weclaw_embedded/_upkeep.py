@@ -24,7 +24,7 @@ from ._opening import Opened
 from ._part import Part
 from ._session import Session
 from .errors import ClosedError, DiskFullError, StorageError
-from .wal import LAST, RESERVE, SPARES, TAIL
+from .wal import HEAD, LAST, RESERVE, SPARES, TAIL
 
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
@@ -63,6 +63,32 @@ class Pin:
 
     segment = 0
     is_over = False
+
+
+class MakingRoom:
+    """The space that is freed for one call which found none: some at each step, after which the
+    call is tried again, until it has room or all that was kept when it began was looked at once.
+    """
+
+    is_over = False  # nothing more will be freed: the next try is the last
+
+    def __init__(self, engine: Part) -> None:
+        self._engine = engine
+        # Not beyond it: what is carried there might be carried round and round.
+        self._last = engine.page.words[LAST]
+        self._freed = 0
+
+    def step(self) -> bool:
+        """Free some, as much as before and a few segments at least: a try looks at all that is to
+        be put, so there must not be one for each few segments of a large put. False when it was
+        over before. Also when nothing was freed the call is to be tried again: others may have.
+        """
+        if self.is_over:
+            return False
+        freed = self._engine.make_room(self._freed)
+        self._freed += freed
+        self.is_over = not freed or self._engine.page.words[HEAD] > self._last
+        return True
 
 
 class Upkeep(Part):
@@ -154,8 +180,8 @@ class Upkeep(Part):
             try:
                 self.run_once(_prepare_spare)
             except DiskFullError:
-                if self.make_room():
-                    self.run_once(_prepare_spare)
+                self.make_room()
+                self.run_once(_prepare_spare)
 
     def pin(self) -> None:
         """Have nobody free what the backups of this process that are under way read, from the first
@@ -164,14 +190,16 @@ class Upkeep(Part):
         self.pins = [pin for pin in self.pins if not pin.is_over]
         self.page.pin(self.slot, min((pin.segment for pin in self.pins), default=None))
 
-    def make_room(self) -> bool:
-        """Free settled segments that only retention holds. False when nothing is free by now."""
+    def make_room(self, at_most: int = 0) -> int:
+        """Free settled segments that only retention holds: so many, or a few if that is less. How
+        many they were.
+        """
         from ._reclaim import make_room
 
         with self._room_lock:
             self._room_maker = threading.get_ident()
             try:
-                return make_room(self.whole)
+                return make_room(self.whole, at_most)
             finally:
                 self._room_maker = 0
 

@@ -28,6 +28,7 @@ from ._io import io_of
 from ._io_calls import Call, Op, PutCall, TakeCall
 from ._putting import NoBytes, NoRoom
 from ._session import BATCH, OS, SYNC, Job, Session
+from ._upkeep import MakingRoom
 from ._wake import Waiter
 from .errors import ClosedError, Empty, Full, ShutDown
 
@@ -161,7 +162,11 @@ class Queue(StandIn[T]):
         policy = min(BATCH, core.queue._policy)
         job = Job(core.put, (None, core.encode(engine, item), policy, core.limit))
         tail = engine.run_job(job)
-        if isinstance(job.error, NoBytes) and engine.make_room():
+        making = None
+        while isinstance(job.error, NoBytes):
+            making = making or MakingRoom(engine)
+            if not making.step():
+                break
             tail = engine.run_job(job)
         if isinstance(job.error, NoRoom):
             raise Full(str(job.error))

@@ -281,7 +281,7 @@ def test_a_settling_that_found_no_room_at_first_is_done_with_the_room_that_was_m
             msg.ack()
         acked, nacked, failed, moved = first[-4:]
         monkeypatch.setattr(_files, "write_at", write_at)
-        monkeypatch.setattr(type(q._engine), "make_room", lambda engine: True)
+        monkeypatch.setattr(type(q._engine), "make_room", lambda engine, at_most: 1)
         full.append("no room")
         acked.ack(result=1)
         full.append("no room")
