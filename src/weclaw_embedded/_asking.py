@@ -45,6 +45,7 @@ _REPLAY_BATCH: Final = 50_000
 # So far apart is told how far a replay has read.
 _REPLAY_TOLD_BYTES: Final = 1 << 20
 
+Kept: TypeAlias = tuple[int, int]  # where what is kept begins, and where it ends
 Span: TypeAlias = tuple[int, int, str]  # from where to where nothing can be read, and why
 
 
@@ -286,13 +287,22 @@ class Asking(Handle):
         elif offset is not None:
             start = check_count("offset", offset, 0, 2**56 - 1)
         engine = self._writable()
-        since_us = 0 if since is None else engine.now_us() - us_since(since)
-        if start is not None and start < engine.log.head_offset:
-            raise OffsetTrimmedError(engine.first_offset())
-        engine.run(_delivery.group_of, self._address)
         if wanted is not None:
+            engine.run(_delivery.group_of, self._address)
             return self._replay_ids(wanted)
-        return self._replay_from(engine, start, since_us, seen)
+        since_us = 0 if since is None else engine.now_us() - us_since(since)
+
+        def look(session: Session) -> Kept:
+            return session.log.head_offset, session.log.state.words[TAIL]
+
+        def replay(kept: Kept) -> tuple[int, int]:
+            if start is not None and start < kept[0]:
+                raise OffsetTrimmedError(engine.first_offset())
+            engine.run(_delivery.group_of, self._address)
+            return self._replay_from(engine, kept, start, since_us, seen)
+
+        # What is read can't be given back meanwhile, whoever settles it or finds its time over.
+        return engine.pinned(look, replay)
 
     def _replay_ids(self, ids: list[str]) -> tuple[int, int]:
         """What can't be read is passed over, once a replica was asked for it."""
@@ -319,15 +329,18 @@ class Asking(Handle):
     def _replay_from(
         self,
         engine: Engine,
+        kept: Kept,
         start: int | None,
         since_us: int,
         seen: Callable[[int, int], None] | None,
     ) -> tuple[int, int]:
-        """What can't be read is passed over, once a replica was asked for it."""
+        """`replay` of what is kept, from one offset to another, which is pinned. What can't be read
+        is passed over, once a replica was asked for it.
+        """
         tid = engine.run(lambda session: _delivery.topic_of(session, self.topic)[0])
-        log = engine.log
-        begin = log.head_offset if start is None else log.boundary_before(start)
-        end = engine.page.words[TAIL]
+        begin, end = kept
+        if start is not None:
+            begin = engine.log.boundary_before(start)
         chosen = (tid, start or 0, since_us)
         met: list[Span] = []
         done = self._replay_span(engine, (begin, end), chosen, met, seen)

@@ -39,7 +39,6 @@ from ._reading import Reading
 from ._records import SKIPPABLE
 from ._segments import FREE, UNKNOWN, ZEROED
 from ._session import Session
-from ._upkeep import Pin
 from .errors import CorruptError, StorageError, StoreFailedError
 from .wal import HEAD, LAST, TAIL, Log, new_salt
 
@@ -83,41 +82,23 @@ def backup(engine: Engine, path: str, seen: Seen | None = None) -> None:
 def _copy_pinned(engine: Engine, path: str, seen: Seen | None) -> None:
     engine.flush()
 
-    mine = Pin()
+    def copy(found: tuple[list[int], int]) -> None:
+        _names.create_whole(path, functools.partial(_write_copy, engine.log, *found, seen))
 
-    def pin(session: Session) -> tuple[list[int], int]:
-        engine.check_content()
-        words = session.log.state.words
-        mine.segment = words[HEAD]
-        engine.pins.append(mine)
-        engine.pin()
-        return session.log.segments(), words[TAIL]
+    engine.pinned(_what_is_kept, copy)
 
-    try:
-        segments, tail = engine.run(pin)
-        _names.create_whole(path, functools.partial(_write_copy, engine.log, segments, tail, seen))
-    finally:
-        # Before any call, since Ctrl-C is noticed at calls: where it ends the turn, upkeep goes by
-        # this.
-        mine.is_over = True
-        try:
-            engine.run(lambda session: engine.pin())
-        except BaseException:
-            engine._upkeep_soon()
-            raise
+
+def _what_is_kept(session: Session) -> tuple[list[int], int]:
+    return session.log.segments(), session.log.state.words[TAIL]
 
 
 def _copy_what_stays(engine: Engine, path: str, seen: Seen | None) -> None:
     """The same by who only looks: others don't wait for it, and where they gave back what was not
     copied yet it begins anew, a few times.
     """
-
-    def look(session: Session) -> tuple[list[int], int]:
-        return session.log.segments(), session.log.state.words[TAIL]
-
     gone: LookupError | None = None
     for _ in range(_COPIES):
-        segments, tail = engine.run(look)
+        segments, tail = engine.run(_what_is_kept)
         try:
             write = functools.partial(_write_copy, engine.log, segments, tail, seen)
             _names.create_whole(path, write)

@@ -18,13 +18,17 @@ import contextlib
 import math
 import threading
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from ._opening import Opened
 from ._part import Part
 from ._session import Session
 from .errors import ClosedError, DiskFullError, StorageError
 from .wal import HEAD, LAST, RESERVE, SPARES, TAIL
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 # How long after something was settled space is looked for that can be given back.
 UPKEEP_S: Final = 0.1
@@ -59,7 +63,7 @@ def _on_loop() -> bool:
 
 
 class Pin:
-    """From which segment on a backup under way reads."""
+    """From which segment on a backup or a replay under way reads."""
 
     segment = 0
     is_over = False
@@ -183,9 +187,36 @@ class Upkeep(Part):
                 self.make_room()
                 self.run_once(_prepare_spare)
 
+    def pinned(self, look: Callable[[Session], T], use: Callable[[T], U]) -> U:
+        """What `use` returns, given what `look` found under the write lock: all that was kept at
+        that moment is kept, by every process, until `use` is over.
+
+        Raises what the two raise, and what a turn does; StoreFailedError where the file was cut.
+        """
+        mine = Pin()
+
+        def begin(session: Session) -> T:
+            self.check_content()
+            mine.segment = self.page.words[HEAD]
+            self.pins.append(mine)
+            self.pin()
+            return look(session)
+
+        try:
+            return use(self.run(begin))
+        finally:
+            # Before any call, since Ctrl-C is noticed at calls: where it ends the turn, upkeep goes
+            # by this.
+            mine.is_over = True
+            try:
+                self.run(lambda session: self.pin())
+            except BaseException:
+                self._upkeep_soon()
+                raise
+
     def pin(self) -> None:
-        """Have nobody free what the backups of this process that are under way read, from the first
-        segment of theirs on. Called under the write lock.
+        """Have nobody free what the backups and replays of this process that are under way read,
+        from the first segment of theirs on. Called under the write lock.
         """
         self.pins = [pin for pin in self.pins if not pin.is_over]
         self.page.pin(self.slot, min((pin.segment for pin in self.pins), default=None))

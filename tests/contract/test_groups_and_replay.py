@@ -14,6 +14,7 @@ from tests.helpers.processes import Child
 from tests.helpers.queues import NO_WAIT, disk_bytes, drain, eventually, scratch, take
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import _queries
 
 UTC = datetime.timezone.utc
 
@@ -833,3 +834,41 @@ def test_what_is_counted_never_goes_down(open_queue):
     q.get().fail("never")
     q.get().ack()
     assert (q.stats().settled, q.stats().retries) == (11, 1)
+
+
+@pytest.mark.parametrize("how", ["earliest", "offset", "since"])
+def test_what_a_replay_reads_is_kept_until_it_is_over(open_store, monkeypatch, how):
+    """Others may settle all that kept it meanwhile: it all flows again, and goes when it may."""
+    store = open_store(retention=0, segment_bytes=65536, flush="os")
+    q = store.queue(start="earliest")
+    other = store.queue(group="other", start="earliest")
+    before = datetime.datetime.now(UTC)
+    for _ in range(10):
+        q.put_many([os.urandom(1000)] * 60)
+    first = other.peek(1)[0].offset
+    n = len(drain(q))
+    engine = store._engine
+    segments = len(engine.log.segments())
+    assert (n, q.qsize()) == (600, 0)
+    assert segments > 8
+    candidate = _queries.candidate
+    met = []
+
+    def settle_first(*args):
+        if not met:
+            assert len(drain(other)) == n
+            for _ in range(20):
+                engine._upkeep()
+        met.append(len(engine.log.segments()))
+        return candidate(*args)
+
+    monkeypatch.setattr(_queries, "candidate", settle_first)
+    given = {
+        "earliest": {"offset": "earliest"},
+        "offset": {"offset": first},
+        "since": {"since": before},
+    }[how]
+    assert q.replay(**given) == n
+    assert met[0] >= segments
+    assert len(drain(q)) == n
+    eventually(lambda: len(engine.log.segments()) < 4)
