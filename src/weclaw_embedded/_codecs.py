@@ -207,7 +207,7 @@ def _json_key_fault(key: object) -> str | None:
 def _decode_json(data: bytes | memoryview) -> Any:
     try:
         return json.loads(str(data, "utf-8"))
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (ValueError, RecursionError) as error:
         raise SerializationError(
             f"the bytes can't be read as JSON ({words(error)}); the message is as it was; "
             "settle it (fail sets it aside), or read it with what wrote it"
@@ -237,6 +237,8 @@ def _encode_pickle(body: Any) -> bytes:
 def _decode_pickle(data: bytes | memoryview) -> Any:
     try:
         return pickle.loads(data)
+    except MemoryError:
+        raise  # the machine's, which says nothing against the bytes
     except Exception as error:
         raise SerializationError(
             f"the bytes can't be unpickled ({words(error)}); the message is as it was; is the "
@@ -263,6 +265,8 @@ def _encode_other(codec: Codec, body: Any) -> bytes:
 def _decode_other(codec: Codec, data: bytes | memoryview) -> Any:
     try:
         return codec.decode(bytes(data))
+    except MemoryError:
+        raise  # the machine's, which says nothing against the bytes
     except Exception as error:
         raise SerializationError(
             f"the codec {codec_name(codec)!r} can't read the body ({words(error)}); "

@@ -138,13 +138,33 @@ def unpack_value(data: bytes | memoryview) -> Any:
         TypeError,  # an unhashable key
         OverflowError,
         RecursionError,
-        MemoryError,  # a few bytes may announce a large array
         msgpack.UnpackException,
     ) as error:
-        raise SerializationError(
-            f"the bytes can't be read as msgpack ({words(error)}); the message is as it was; "
-            "settle it (fail sets it aside), or read it with what wrote it"
-        ) from error
+        raise _unreadable(error) from error
+    except MemoryError as error:
+        # The machine is short of it, which says nothing against the bytes; or arrays in arrays
+        # announce what is not there, and memory is taken for each.
+        if _is_whole(data):
+            raise
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: BaseException) -> SerializationError:
+    return SerializationError(
+        f"the bytes can't be read as msgpack ({words(error)}); the message is as it was; "
+        "settle it (fail sets it aside), or read it with what wrote it"
+    )
+
+
+def _is_whole(data: bytes | memoryview) -> bool:
+    """Whether all that the bytes announce is there; nothing is made of it. Raises MemoryError."""
+    unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=len(data))
+    unpacker.feed(data)
+    try:
+        unpacker.skip()
+    except (ValueError, msgpack.UnpackException):
+        return False
+    return bool(unpacker.tell() == len(data))
 
 
 def _are_plain(values: Sequence[Any]) -> bool:

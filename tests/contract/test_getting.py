@@ -1056,3 +1056,37 @@ def test_async_with_a_queue_that_is_closed_inside_says_that_nothing_was_settled(
             assert (msg.body, msg.retry_count) == ("x", 0)
 
     asyncio.run(main())
+
+
+def read_while_short_of_memory(pipe, path, codec):
+    import resource
+
+    from weclaw_embedded._values import unpack_value
+
+    q = weclaw.Queue(path, codec=codec)
+    msg = q.get()
+    # Each array announces as many items as there are bytes, and memory is taken for it at once.
+    n = 4 << 20
+    announcing = (b"\xdd" + (n - 5000).to_bytes(4, "big")) * 300 + bytes(n)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")  # noqa: F821
+    resource.setrlimit(resource.RLIMIT_AS, (used + (24 << 20), resource.RLIM_INFINITY))
+    told = []
+    for read in (lambda: msg.body, lambda: unpack_value(announcing)):
+        try:
+            told.append(type(read()).__name__)
+        except Exception as error:
+            told.append(type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    told.append(len(msg.body))
+    msg.ack()
+    pipe.send(told)
+    q.close()
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "json", "pickle"])
+def test_a_body_there_is_no_memory_for_is_not_one_that_cannot_be_read(path, open_queue, codec):
+    """The machine's MemoryError says nothing against the message, which can be read later."""
+    open_queue(codec=codec).put([1] * (6 << 20))
+    with Child(read_while_short_of_memory, path, codec) as child:
+        assert child.hear() == ["MemoryError", "SerializationError", 6 << 20]
