@@ -338,8 +338,11 @@ def _environment(path: Path, create: bool, mode: int) -> lmdb.Environment:
             if map_bytes < MIN_MAP_BYTES:
                 raise OSError(errno.ENOMEM, "no address space for the index", str(path)) from error
         except lmdb.Error as error:
-            if getattr(error, "code", 0) == errno.ENOMEM and map_bytes // 4 >= MIN_MAP_BYTES:
+            said = getattr(error, "code", 0)
+            if said == errno.ENOMEM and map_bytes // 4 >= MIN_MAP_BYTES:
                 map_bytes //= 4
                 continue
             code = errno.ENOSPC if isinstance(error, lmdb.DiskError) else errno.EIO
+            if said in (errno.EMFILE, errno.ENFILE):
+                code = said  # which says nothing against the disk
             raise OSError(code, f"the index could not be opened ({error})", str(path)) from error

@@ -1075,7 +1075,7 @@ def read_while_short_of_memory(pipe, path, codec):
     for read in (lambda: msg.body, lambda: unpack_value(announcing)):
         try:
             told.append(type(read()).__name__)
-        except Exception as error:
+        except (MemoryError, weclaw.WeclawError) as error:
             told.append(type(error).__name__)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     told.append(len(msg.body))

@@ -639,3 +639,44 @@ def test_threads_of_a_child_reopen_a_queue_once(path, open_queue):
     os.close(report)
     assert os.read(hear, 10) == bytes([1])
     os.close(hear)
+
+
+def open_with_few_descriptors(pipe, path):
+    weclaw.Queue(path).close()
+    spent = []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # noqa: F821
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, limit[1]))  # noqa: F821
+    told = []
+    for free in range(40):
+        try:
+            while True:
+                spent.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        for _ in range(free):
+            os.close(spent.pop())
+        try:
+            q = weclaw.Queue(path)
+            q.put("x")
+            q.close()
+            told.append(None)
+        except weclaw.WeclawError as error:
+            told.append((type(error).__name__, str(error)))
+        while spent:
+            os.close(spent.pop())
+        if told[-1] is None:
+            break
+    pipe.send(told)
+
+
+def test_who_has_no_descriptors_left_is_told_so_wherever_the_opening_was(path):
+    """It is no word of the disk, and opening goes on as soon as there are enough again."""
+    with Child(open_with_few_descriptors, path) as child:
+        *refused, opened = child.hear()
+    assert opened is None
+    assert len(refused) > 5
+    for kind, message in refused:
+        assert kind == "StorageError", message
+        assert "Too many open files" in message
+    with weclaw.Queue(path) as q:
+        assert q.get(block=False).body == "x"
