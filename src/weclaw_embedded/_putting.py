@@ -184,11 +184,16 @@ def _check_room(
         )
     group = seen_by(session, address)
     waiting = 0 if group is None else waiting_in(session.tx, group)
-    if group is not None and waiting + n > maxsize:
-        # What has run out meanwhile makes room.
+    if group is not None:
+        is_full = waiting + n > maxsize
         if group.is_template:
-            waiting -= len(session.tx.expired(group, session.now_us, waiting))
-        else:
+            if is_full:
+                waiting -= len(session.tx.expired(group, session.now_us, waiting))
+        # What has run out meanwhile makes room; a lease that has, takes some.
+        elif is_full or (
+            waiting + n + group.n_leased > maxsize
+            and group.next_deadline_ns <= _clock.monotonic_ns()
+        ):
             sweep_all(session, session.tx, group, address.retry, tell_dead)
             waiting = waiting_in(session.tx, group)
     if waiting + n > maxsize:

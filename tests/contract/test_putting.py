@@ -480,6 +480,30 @@ def test_an_id_that_is_kept_needs_no_room(open_queue):
     assert q.put_nowait("a", id="mine") == "mine"
 
 
+@pytest.mark.parametrize("how", ["put", "put_many", "transaction"])
+def test_a_lease_that_has_run_out_takes_room_whoever_looks_first(open_queue, how):
+    """`maxsize` is judged as `qsize` counts, also by a put that is the first call after it."""
+    q = open_queue(maxsize=2, visibility_timeout=0.1, retry=NO_WAIT)
+    q.put_many(["a", "b"])
+    assert len(q.get_many(2)) == 2
+    time.sleep(0.15)
+
+    def put():
+        if how == "put":
+            q.put("c", block=False)
+        elif how == "put_many":
+            q.put_many(["c", "d"], block=False)
+        else:
+            with q.transaction(block=False) as tx:
+                tx.put("c")
+
+    with pytest.raises(weclaw.Full):
+        put()
+    assert q.qsize() == 2
+    assert q.purge() == 2
+    put()
+
+
 def put_what_fits(pipe, path, maxsize):
     q = weclaw.Queue(path, maxsize=maxsize)
     pipe.send("ready")
