@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.helpers.queues import scratch
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import _reclaim, _reclaim_rule, _upkeep
+from weclaw_embedded import _reclaim, _reclaim_rule, _records, _upkeep
 from weclaw_embedded._reclaim_rule import Does, decide
 from weclaw_embedded._upkeep import Pin
 from weclaw_embedded.wal import HEAD, LAST
@@ -430,6 +433,7 @@ def test_the_numbers_in_the_documents_are_those_of_the_code() -> None:
         f"with {_reclaim._CARRIED_BYTES} bytes more",
         f"with {_reclaim._INDEXED_BYTES} in the index",
         f"less than {short_mib} left",
+        f"{words_of(_reclaim._AT_ONCE)} at most in one turn",
         f"holds {_reclaim._RESERVED_BYTES} bytes for every message",
         f"and {words_of(_reclaim._RETRY_BYTES)} more, up to {_reclaim._MOST_FOR_RETRIES >> 20} MiB",
     ):
@@ -504,3 +508,71 @@ def test_a_backup_pins_the_oldest_segment(open_queue) -> None:
     pin.is_over = True
     q._engine.run_once(lambda session: session.engine.pin())
     assert decided(q, forced=True) == ("leave", "it can be worked off where it is")
+
+
+def test_what_lives_is_carried_up_a_bounded_number_a_turn(
+    path: Path, open_queue: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is lost, told twice or out of order wherever that ends: a copy made between two
+    turns is whole, whatever its scratch folder knows of it.
+    """
+    monkeypatch.setattr(_reclaim, "_AT_ONCE", 7)
+    turns: list[int] = []
+    packed: list[Any] = []
+    pack_carry = _records.pack_carry
+
+    def counted(said: Any) -> Any:
+        packed.append(said)
+        return pack_carry(said)
+
+    monkeypatch.setattr(_records, "pack_carry", counted)
+    monkeypatch.setattr(_upkeep.Upkeep, "_upkeep", lambda engine, busy=False: None)
+    retry = weclaw.RetryPolicy(max_retries=1, backoff=60.0)
+    q = open_queue(segment_bytes=65536, retention=0, flush="os", retry=retry)
+    other = weclaw.Queue(path, group="other", flush="os")
+    other.put("first")
+    assert [q.get(block=False).ack(), other.get(block=False).ack()] == [None, None]
+    lives = [
+        weclaw.Put(["lives", n], key=None if n % 4 else "k", delay=600.0 * (n % 2))
+        for n in range(40)
+    ]
+    q.put_many([*lives, *(weclaw.Put(bytes(1000), priority=9) for _ in range(500))])
+    for handle in (q, other):
+        for msg in handle.get_many(500):
+            msg.ack()
+    failed = q.get_many(3)
+    failed[0].fail("bad")
+    failed[1].nack(reason="late")
+    monkeypatch.setattr(_reclaim, "_STALLED_S", 0.0)
+    engine = q._engine
+
+    def state(one: weclaw.Queue, *, closed: bool) -> Any:
+        with contextlib.ExitStack() as stack:
+            if closed:
+                stack.enter_context(one)
+            letters = [(letter.id, letter.body, letter.reason) for letter in one.dlq]
+            stats = one.stats()
+            status = [one.status(id) for id in ids]
+            waiting = [(msg.id, msg.body) for msg in one.peek(100)]
+            return letters, sum(stats[:3]), stats.damaged, status, waiting
+
+    ids = [msg.id for msg in q.peek(100)]
+    failed[2].release()
+    expected = state(q, closed=False)
+    wait_s: float | None = 0.0
+    while wait_s == 0.0:
+        packed.clear()
+        wait_s = _reclaim.take_step(engine, False)
+        turns.append(len(packed))
+        assert state(q, closed=False) == expected
+        for known in (True, False):
+            copy = tmp_path / f"{len(turns)} {known}.wq"
+            shutil.copy(path, copy)
+            if known:
+                shutil.copytree(scratch(path), scratch(copy))
+            assert state(weclaw.Queue(copy, retry=retry), closed=True) == expected
+    assert engine.first_offset() > 65536
+    assert turns[:4] == [7, 7, 7, 7]
+    assert max(turns) == 7
+    assert q._store.verify() == []
+    other.close()

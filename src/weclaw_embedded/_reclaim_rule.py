@@ -35,7 +35,7 @@ AHEAD: Final = 8
 # they are there for a moment: what is freed takes their place.
 _BESIDE: Final = 2
 # More than so many live messages are not carried out of one segment alone while nobody waits for
-# it, so that nobody waits for the turn: it took 0.4 to 0.8 s of processor with 23 000.
+# it: it took 0.4 to 0.8 s of processor with 23 000.
 _MANY: Final = 20_000
 
 
