@@ -295,14 +295,24 @@ class Kept:
         self.tell(rec.pack_group(0, self.gid, "g"))
         self.messages = [self.tell(rec.pack_put(0, 0, 0, b"", b"x")) for _ in range(3)]
 
+    def begin(self) -> Tx:
+        """Begin a turn, where that of who only looked before has ended with nothing new."""
+        if self.index.memory.armed:
+            self.end_turn()
+        return self.index.write()
+
+    def end_turn(self, *, commit: bool = False) -> None:
+        tx = self.index.memory
+        if commit or not tx.keep(self.end):
+            tx.commit(self.end, 1)
+
     def tell(self, record: rec.Record, *, commit: bool = False) -> int:
         """Fold a record; return its offset."""
         offset, data = self.end, joined(record)
         self.end += 32 + len(data)
-        tx = self.index.write()
+        tx = self.begin()
         tell(tx, offset, 1, data)
-        if commit or not tx.keep(self.end):
-            tx.commit(self.end, 1)
+        self.end_turn(commit=commit)
         return offset
 
     def deliver(self, n: int, *, commit: bool = False) -> None:
@@ -313,7 +323,7 @@ class Kept:
 
     def counts(self) -> tuple[int, ...]:
         """Return how many are leased, dead and settled."""
-        group = self.index.write().group(self.gid)
+        group = self.begin().group(self.gid)
         assert group is not None
         return group.n_leased, group.n_dead, group.settled
 
@@ -323,12 +333,12 @@ def test_a_lease_known_to_be_in_the_index_ends_once(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "a")
     kept.deliver(3, commit=True)
     kept.tell(rec.pack_ack(0, kept.gid, kept.messages[0]))
-    assert not kept.index.write()._in_use
+    assert not kept.begin()._in_use
     assert kept.counts() == (2, 0, 1)
     kept.tell(rec.pack_dead(kept.gid, kept.messages[1], "why", 5, retry=0, crash=0))
     kept.tell(rec.pack_ack(0, kept.gid, kept.messages[1]))
     assert kept.counts() == (1, 1, 1)
-    assert [offset for offset, _ in kept.index.write().leases(kept.gid)] == kept.messages[2:]
+    assert [offset for offset, _ in kept.begin().leases(kept.gid)] == kept.messages[2:]
     kept.index.close()
 
 
@@ -338,7 +348,7 @@ def test_a_lease_that_is_given_twice_is_counted_twice(tmp_path: Path) -> None:
     kept.deliver(1, commit=True)
     kept.deliver(1)
     kept.tell(rec.pack_ack(0, kept.gid, kept.messages[0]))
-    tx = kept.index.write()
+    tx = kept.begin()
     group = tx.group(kept.gid)
     assert group is not None
     assert tx.deliveries(group, kept.messages[0]) == 2
@@ -350,7 +360,7 @@ def test_a_full_chunk_is_found_before_it_is_written(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "a")
     for _ in range(CHUNK_ENTRIES):
         kept.tell(rec.pack_put(0, 0, 0, b"", b""))
-    tx = kept.index.write()
+    tx = kept.begin()
     group = tx.group(kept.gid)
     assert group is not None
     assert not tx.open
@@ -371,7 +381,7 @@ def test_what_was_cancelled_is_passed_over_wherever_the_group_is(
         kept.messages.append(kept.tell(rec.pack_put(0, 0, 0, b"", b"x")))
 
     def next_ones() -> list[int]:
-        tx = kept.index.write()
+        tx = kept.begin()
         group = tx.group(kept.gid)
         assert group is not None
         return tx.pick(group, at_once, visible=kept.end).offsets
@@ -390,7 +400,7 @@ def test_what_was_cancelled_is_passed_over_wherever_the_group_is(
         deliver(others[start : min(start + at_once, 4)])
     assert kept.counts() == (3, 0, 0)
     assert next_ones() == others[4 : 4 + at_once]
-    leases = kept.index.write().leases(kept.gid)
+    leases = kept.begin().leases(kept.gid)
     assert [offset for offset, _ in leases] == [first, others[1], others[3]]
     kept.index.close()
 
@@ -422,11 +432,11 @@ def test_many_at_once_pass_over_what_was_cancelled(tmp_path: Path) -> None:
 def test_no_memory_is_left_ahead_of_what_no_record_can_bring_again(tmp_path: Path) -> None:
     """What the store remembers of an index is in LMDB alone: a transaction that set it commits."""
     kept = Kept(tmp_path / "a")
-    tx = kept.index.write()
+    tx = kept.begin()
     tx.meta = {"a": 1}
     assert not tx.keep(kept.end)
     tx.commit(kept.end, 1)
-    tx = kept.index.write()
+    tx = kept.begin()
     assert tx.keep(kept.end)
     kept.index.close()
 

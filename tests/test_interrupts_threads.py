@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -104,3 +105,60 @@ def test_a_close_that_was_broken_off_while_it_stops_the_feeder_can_be_called_aga
         assert replication._thread is not None
         assert not replication._thread.is_alive(), places
     assert "wake_feeder" in places
+
+
+def put_too_many(q: weclaw.Queue, _: list[weclaw.Message]) -> None:
+    with contextlib.suppress(weclaw.Full):
+        q.put("too many", block=False)
+
+
+def get(q: weclaw.Queue, got: list[weclaw.Message]) -> None:
+    got.append(q.get(block=False))
+
+
+def ask(q: weclaw.Queue, _: list[weclaw.Message]) -> None:
+    q.stats()
+
+
+def look(q: weclaw.Queue, _: list[weclaw.Message]) -> None:
+    q.peek(2)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True], ids=["known", "forgotten"])
+@pytest.mark.parametrize("broken_off", [put_too_many, get, ask, look])
+def test_a_turn_that_was_broken_off_anywhere_leaves_nothing_that_is_told_twice(
+    path: Path,
+    broken_off: Callable[[weclaw.Queue, list[weclaw.Message]], None],
+    is_forgotten: bool,
+) -> None:
+    """Another thread, while the exception is alive, finds the right counts: what was acked before
+    doesn't come back, and the index's transaction keeps nobody waiting.
+    """
+    with (
+        weclaw.Queue(path, flush="os", maxsize=4, visibility_timeout=None) as q,
+        weclaw.Queue(path, flush="os") as other,
+    ):
+        index = q._store._engine.index
+        q.put_many(["x", "x", "x", "x"])
+        acked = 0
+        n, places = 0, []
+        while n == len(places):
+            n += 1
+            msg = q.get(block=False)
+            if is_forgotten:  # so that the turn reads in LMDB what it knows
+                index.write().abort()
+            msg.ack()  # which the turn learns of, as of this put
+            acked += 1
+            other.put("x", priority=n % 3)
+            got: list[weclaw.Message] = []
+            error = interrupted(lambda got=got: broken_off(q, got), n)
+            if error is not None:
+                places.append(error.args[0])
+            for _ in range(2):
+                found: list[Any] = []
+                beside(lambda found=found: found.append(q.stats()), places)
+                assert found[0][:5] == (4 - len(got), 0, len(got), 0, acked), places
+            for msg in got:
+                msg.release()
+        assert q._store.verify() == []
+    assert {"catch_up", "apply"} <= set(places), places

@@ -31,7 +31,7 @@ from ._index_ask import Ask
 from ._index_forget import Forget
 from ._index_many import Frame, Many
 from ._index_rows import Location, Pick, Picks, Row, picks_of
-from ._index_state import BehindError, IndexFullError
+from ._index_state import UNCOUNTED, BehindError, IndexFullError
 from ._index_topics import GroupState, TopicState
 from .errors import DiskFullError
 
@@ -93,7 +93,7 @@ class Tx(Many, Ask, Forget):
             txn = self._txn
             if changed:
                 assert txn is not None, "what changed is written"
-                if self._commits is not None:
+                if self._commits is not UNCOUNTED:
                     # Before it is so: who dies in between makes others look in vain, no more.
                     self._commits[0] += 1
                 self.room.begin_change()
@@ -108,6 +108,7 @@ class Tx(Many, Ask, Forget):
             self.abort()
             raise
         self._wait()
+        self.armed = False
 
 
 class Room:
@@ -234,10 +235,10 @@ class Index:
         where the caller then brings it.
         """
         tx = self._tx
-        if tx._txn is not None:
-            tx.abort()  # Ctrl-C came between its beginning and somebody's having it
-        commits = tx._commits
-        if commits is None or commits[0] != tx._known_commits:
+        if tx.armed:
+            tx.abort()  # Ctrl-C broke off whoever had it, and whoever was to take it back
+        tx.armed = True
+        if tx._commits[0] != tx._known_commits:
             try:
                 if not (may_follow and tx.stay()):
                     tx._arm()
@@ -286,9 +287,9 @@ class Index:
         """
         try:
             self._tx.abort()
-            if self._tx._commits is not None:
+            if self._tx._commits is not UNCOUNTED:
                 self._tx._commits.release()
-                self._tx._commits = None
+                self._tx._commits = UNCOUNTED
             if self.room.seen is not None:
                 self.room.seen.release()
                 self.room.seen = None

@@ -18,6 +18,7 @@ queues are found and changed, which `_index_queues` does, nor what may happen to
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ from ._index_topics import CHUNK_ENTRIES, Chunk, GroupState, TopicState
 from .errors import DiskFullError
 
 _BATCH: Final = 512  # rows read at a time by a long scan
+# In the place of the word that counts commits where there is none: nobody ever knew this count.
+UNCOUNTED: Final = memoryview(array("q", (-2,)))
 # So many bytes of the log the memory may be ahead of LMDB: others have to read and fold them.
 _MOST_AHEAD_BYTES: Final = 64 << 10
 _MOST_PLAIN: Final = 50_000  # leases of a group that are known to be plain, 60 bytes each
@@ -67,7 +70,7 @@ class State:
     room: Any  # what begins transactions, given by the index; never the index itself: see `Index`
 
     def __init__(self) -> None:
-        self._commits: memoryview[int] | None = None  # counts those of all processes
+        self._commits = UNCOUNTED  # counts those of all processes
         self._known_commits = -1
         # What LMDB gets when a row is asked for (None: to be deleted), besides the fresh leases of
         # groups. And the leases of plain messages that it has, as far as they are known.
@@ -75,6 +78,10 @@ class State:
         self._plain: dict[int, set[int]] = {}
         self.stored = 0  # so far LMDB has it
         self._has_no_lock = False  # of all processes; see `ahead`
+        # From `Index.write` to the last step of `keep`, `commit` or `abort`. Ctrl-C may break off
+        # any of them, and what is in memory then is what nobody knows: whoever finds it armed must
+        # begin with `abort`.
+        self.armed = False
         self._before = -1, -1
         # As in the head row: what another process has brought LMDB to, while memory is behind it.
         self.leader: tuple[int, int, int, int] | None = None
@@ -105,13 +112,16 @@ class State:
         return self._txn is not None
 
     def abort(self) -> None:
-        """Take back all of it; what is known in memory is read again."""
-        txn = self._txn
+        """Take back all of it; what is known in memory is read again. May be called again, as where
+        it was broken off.
+        """
+        if self._txn is not None:
+            # Before it is forgotten: while it is open, nobody in any process begins another.
+            self._txn.abort()
         self._wait()
         self._forget()
         self._chunks.clear()
-        if txn is not None:
-            txn.abort()
+        self.armed = False
 
     def _failed(self, error: lmdb.Error) -> IndexFullError:
         """Give the transaction up after an error of LMDB; return what to raise."""
@@ -131,7 +141,7 @@ class State:
         """
         self._has_no_lock = False
         self._recall()
-        if self._commits is None:
+        if self._commits is UNCOUNTED:
             self._use_rows()
         else:
             self._known_commits = self._commits[0]
@@ -248,7 +258,7 @@ class State:
         `join` is to be called there. False if it must be read anew.
         """
         commits = self._commits
-        if self._known_sequence < 0 or commits is None:
+        if self._known_sequence < 0 or commits is UNCOUNTED:
             return False
         head = self._look(HEAD)
         if head is None:
@@ -260,10 +270,9 @@ class State:
             self.leader = applied, crc, last_frame, sequence
         else:
             return False
-        txn = self._txn
+        if self._txn is not None:
+            self._txn.abort()
         self._wait()
-        if txn is not None:
-            txn.abort()
         return True
 
     def ahead(self) -> bool:
@@ -271,7 +280,7 @@ class State:
         for as long as that asks LMDB for nothing. It counts for nothing until `told_ahead`.
         """
         commits = self._commits
-        if self._txn is not None or commits is None or commits[0] != self._known_commits:
+        if self.armed or commits is UNCOUNTED or commits[0] != self._known_commits:
             return False
         self._has_no_lock = True
         self._before = self._known_commits, self._known_sequence
@@ -305,16 +314,16 @@ class State:
         """
         if applied > self._keep_to:
             return False
-        txn = self._txn
-        if txn is not None:
+        if self._txn is not None:
+            self._txn.abort()  # it was only looked at
             self._wait()
-            txn.abort()  # it was only looked at
         self.applied = applied
+        self.armed = False
         return True
 
     def _may_keep(self) -> None:
         """From here on memory may be ahead of LMDB, so far; not at all where nobody could tell."""
-        self._keep_to = self.stored + _MOST_AHEAD_BYTES if self._commits is not None else -1
+        self._keep_to = self.stored + _MOST_AHEAD_BYTES if self._commits is not UNCOUNTED else -1
 
     def _must_commit(self) -> None:
         """What changed must not be left in memory alone, and what other processes know is over:
@@ -386,7 +395,7 @@ class State:
         self._touched = False
         self._known_sequence = self._sequence
         self._known_shape = self._shape
-        if self._commits is not None:
+        if self._commits is not UNCOUNTED:
             self._known_commits = self._commits[0]
         self.applied = self.stored = applied
         self.last_crc = last_crc

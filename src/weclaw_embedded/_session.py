@@ -118,8 +118,8 @@ class Session:
             self.engine.catch_up(tx)
         except BaseException:
             # It knows a part of what is new, and there may be others in this turn who look.
-            self._tx = None
             tx.abort()
+            self._tx = None
             raise
         if self._appended:
             tx.apply(self._appended)
@@ -207,16 +207,16 @@ class Session:
         if self.may_write and not self.imagined:
             if not self._appended:
                 # What was folded for this is kept, or it would be folded again at each question.
-                self._tx = None
                 self._commit(tx)  # as what is in memory is dropped
+                self._tx = None
             self.imagined = self.is_special = True
         return self.tx
 
     def forget_imagined(self) -> None:
         """The operation that imagined something has ended."""
-        tx, self._tx = self._tx, None
-        if tx is not None:
-            tx.abort()
+        if self._tx is not None:
+            self._tx.abort()
+            self._tx = None
         self.imagined = False
 
     def _commit(self, tx: Tx) -> bool:
@@ -327,13 +327,15 @@ class Session:
             self.engine._written_to = -1  # Ctrl-C may have come while it was remembered
             if not words[WRITING]:
                 self.page.forget_promises()  # else it is done by whoever heals
-        tx, self._tx = self._tx, None
+        tx = self._tx
         if tx is None:
             return
         # Who only was refused changed nothing, and others need not fold again what he did.
         refused = isinstance(error, Full) and not (self._appended or self.imagined)
         if not (refused and tx.keep(words[TAIL])):
             tx.abort()
+        # Not before: when Ctrl-C comes here, this is called again.
+        self._tx = None
 
 
 def begin(kind: type[S], engine: Engine) -> S:
