@@ -14,8 +14,9 @@ class Interrupted(KeyboardInterrupt):
 
 def interrupted(call: Callable[[], object], n: int) -> Interrupted | None:
     """Ctrl-C where the n-th function begins, or a function of C has returned, in whatever module:
-    the standard library's may be broken off, too; but not between a lock and its block. The exception, which keeps alive all that it
-    refers to; None where the call was over before. Other errors go on, unless they come of it.
+    the standard library's may be broken off, too; but not between a lock and its block. The
+    exception, which keeps alive all that it refers to; None where the call was over before. Other
+    errors go on, unless they come of it.
     """
     left = n
     came: Interrupted | None = None
@@ -23,8 +24,8 @@ def interrupted(call: Callable[[], object], n: int) -> Interrupted | None:
     def interrupt(frame: Any, event: str, argument: Any) -> None:
         nonlocal left, came
         if event == "c_return" and argument.__name__ == "__enter__":
-            # A fault of 3.14, its issue 148874, lets Ctrl-C come before the block of a `with` begins:
-            # the lock stays taken, whoever wrote it. README says so.
+            # A fault of 3.14, its issue 148874, lets Ctrl-C come before the block of a `with`
+            # begins: the lock stays taken, whoever wrote it. README says so.
             return
         if frame is not here and event in ("call", "c_return"):
             left -= 1
