@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -65,6 +66,35 @@ def test_a_timer_that_was_broken_off_anywhere_goes_on(
         beside(timer.close, places)
         assert timer._thread is None or not timer._thread.is_alive(), places
     assert places
+
+
+def test_who_was_told_and_not_taken_off_is_not_told_again_for_another() -> None:
+    """Ctrl-C in `notify`, behind the waking: the thread waits anew, behind its old self in the
+    list, before the next call is planned.
+    """
+    timer = Timer("weclaw-test")
+    timer.call_at(time.monotonic() + 3600, int)
+    waiting = timer._condition._waiters  # type: ignore[attr-defined]
+    assert eventually(lambda: len(waiting) == 1)
+
+    def interrupt(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_return" and (frame.f_code.co_name, argument.__name__) == (
+            "notify",
+            "release",
+        ):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sys.setprofile(interrupt)
+        try:
+            timer.call_at(0.0, int)
+        finally:
+            sys.setprofile(None)
+    assert eventually(lambda: len(waiting) == 2)
+    called = threading.Event()
+    timer.call_at(0.0, called.set)
+    assert called.wait(20)
+    timer.close()
 
 
 def test_a_wait_for_on_dead_that_was_broken_off_anywhere_leaves_its_thread_at_work(

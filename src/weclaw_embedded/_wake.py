@@ -366,7 +366,9 @@ class Timer:
                 thread.start()
                 self._thread = thread  # known only once it runs
             elif not self._heap or when_s < self._heap[0][0]:
-                self._condition.notify()
+                # All, though one waits: who was broken off in here may have left it in the list
+                # as one that waits still, and it would be told in the place of the real one.
+                self._condition.notify_all()
             self._count = number = self._count + 1
             heapq.heappush(self._heap, (when_s, number, function))
             return number
@@ -432,7 +434,7 @@ class Timer:
         with self._lock:
             self._closed = True
             self._heap.clear()
-            self._condition.notify()
+            self._condition.notify_all()
 
     def close(self) -> None:
         """`stop`, and wait until the thread has ended."""
