@@ -19,14 +19,14 @@ from ._index import BehindError, IndexFullError, Tx
 from ._opening import Opened
 from ._part import Part
 from ._rebuild import Last, fold_in_parts, seed
-from ._session import Appended, Session
+from ._session import Appended, Session, Several
 from .errors import CorruptError, StorageError
 from .wal import LAST_FRAME, TAIL, Recovery
 
 logger = logging.getLogger("weclaw_embedded")
 
 # Of what a process wrote itself, so much is applied from memory instead of read back.
-_MOST_REMEMBERED_BYTES: Final = 64 << 10
+_MOST_REMEMBERED_BYTES: Final = 32 << 10
 # After a record that could not be told without the lock, so much of the log is left to be.
 _AHEAD_PAUSE_BYTES: Final = 64 << 10
 # How far the index may be behind, and in what parts it then follows.
@@ -169,17 +169,14 @@ class Folding(Part):
         tx.abort()
         self.folded_to = session.tx.stored  # with the little that is left, it is level
 
-    def remember_written(self, start: int, tail: int, appended: list[Appended]) -> None:
-        """Keep a little of what this process wrote and the index does not have yet. What was
-        `appended` is in this list from then on, with what follows it.
-        """
-        if start == self._written_to:
-            self._written += appended
-        else:
-            self._written = appended
+    def remember_written(self, start: int, tail: int, appended: list[Appended] | Several) -> None:
+        """Keep a little of what this process wrote and the index does not have yet."""
+        if start != self._written_to:
+            self._written = []
             self._written_from = start
             self._written_until = start + _MOST_REMEMBERED_BYTES
         if tail <= self._written_until:
+            self._written += appended
             self._written_to = tail
         else:
             self._written = []

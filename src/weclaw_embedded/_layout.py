@@ -52,7 +52,8 @@ class Alike(Sequence[tuple[bytes, bytes]]):
     def __init__(self, start: bytes, rests: Sequence[bytes]) -> None:
         self.start = start
         self.rests = rests
-        self.lengths = [*map(len(start).__add__, map(len, rests))]
+        n = len(start)
+        self.lengths = [n + len(rest) for rest in rests]
 
     def __len__(self) -> int:
         return len(self.rests)
@@ -116,7 +117,8 @@ class Layout:
         if not all(lengths):
             raise ValueError(NO_BYTES)
         # Where each begins in this part, and the last one ends, if all of them fit.
-        starts = [*accumulate(map(ENVELOPE_BYTES.__add__, lengths), initial=PART_BYTES)]
+        sizes = [ENVELOPE_BYTES + length for length in lengths]
+        starts = [*accumulate(sizes, initial=PART_BYTES)]
         offsets: list[int] = []
         done = 0
         while done < len(bodies):
@@ -125,13 +127,14 @@ class Layout:
             if fit > done:
                 places = starts[done:fit]
                 if moved:  # in a later part
-                    places = [*map(moved.__add__, places)]
+                    places = [moved + place for place in places]
                 pieces: list[_files.Bytes] = [start] * (each * len(places))
                 pieces[::each] = map(ENVELOPE.pack, lengths[done:fit], places)
                 pieces[each - 1 :: each] = bodies[done:fit]
                 self.pieces += pieces
                 self.n += starts[fit] - starts[done]
-                offsets += map(self.begin.__add__, places)
+                begin = self.begin
+                offsets += [begin + place for place in places]
                 done = fit
             if done < len(bodies):
                 offsets.append(self._add((start, bodies[done])))

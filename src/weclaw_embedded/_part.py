@@ -20,7 +20,7 @@ from . import _locks
 from ._index import Index
 from ._opening import WRITE, Opened
 from ._options import StoreOptions
-from ._session import Appended, Session
+from ._session import Appended, Session, Several
 from ._shared import SharedPage
 from ._wake import Timer, Waker
 from ._watch import asker_of
@@ -117,7 +117,9 @@ class Part:
 
         # _folding
         def catch_up(self, tx: Tx) -> None: ...
-        def remember_written(self, start: int, tail: int, appended: list[Appended]) -> None: ...
+        def remember_written(
+            self, start: int, tail: int, appended: list[Appended] | Several
+        ) -> None: ...
 
         # _damage
         def heal_met(self) -> None: ...

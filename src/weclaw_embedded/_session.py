@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -48,6 +48,23 @@ class MoreEnded(Exception):
     """So much has ended by itself that the turn is over before all of it is judged. What was judged
     stays, and the operation is run anew: others have the lock in between.
     """
+
+
+class Several:
+    """The records of one frame, told one by one only if the index learns them from here: what
+    `put_many` puts is nearly always folded later, from the log.
+    """
+
+    def __init__(self, offsets: Sequence[int], time_us: int, records: Sequence[Record]) -> None:
+        self._offsets = offsets
+        self._time_us = time_us
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __iter__(self) -> Iterator[Appended]:
+        return zip(self._offsets, repeat(self._time_us), self._records, strict=False)
 
 
 class Session:
@@ -89,7 +106,7 @@ class Session:
     is_special: bool  # at its end it is looked for `must_index` and `imagined`, and for steps
     ended: tuple[Any, ...]  # leases that this turn ends: only so if it is written
     _tx: Tx | None
-    _appended: list[Appended] | None
+    _appended: list[Appended] | Several | None
     # The rest is rarely another than here.
     may_write = True  # else it can only look: what it does to the index is dropped
     sync_from = SYNC  # what is promised this or more is waited for
@@ -145,12 +162,13 @@ class Session:
         offsets = self.log.append(records, policy, now_us, flags, not puts)
         if puts and policy >= SYNC and not self._sync_from:
             self._sync_from = offsets[0]
+        fresh: Several | list[Appended]
         if len(offsets) == 1:
             fresh = [(offsets[0], now_us, records[0])]
         else:
-            fresh = [*zip(offsets, repeat(now_us), records)]
+            fresh = Several(offsets, now_us, records)
         if self._appended:
-            self._appended += fresh
+            self._rows().extend(fresh)
         else:
             self._appended = fresh
         if apply and self._tx is not None:
@@ -164,9 +182,16 @@ class Session:
         if self._appended is None:
             self._appended = [told]
         else:
-            self._appended.append(told)
+            self._rows().append(told)
         if apply and self._tx is not None:
             self._tx.apply((told,))  # at once: the next look must see it
+
+    def _rows(self) -> list[Appended]:
+        """What was appended, in a list that more can be added to."""
+        rows = self._appended
+        if not isinstance(rows, list):
+            rows = self._appended = [*rows] if rows else []
+        return rows
 
     def check_writable(self) -> None:
         """Raise when nothing can be written here any more: what is waited for would never come."""
@@ -295,7 +320,7 @@ class Session:
         elif appended is not None:
             self.engine.remember_written(self.start, self.tail, appended)
 
-    def _finish_special(self, appended: list[Appended] | None) -> None:
+    def _finish_special(self, appended: list[Appended] | Several | None) -> None:
         if self.imagined:
             self.forget_imagined()
         is_indexed = True

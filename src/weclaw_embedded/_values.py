@@ -22,7 +22,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 import msgpack
@@ -176,7 +175,7 @@ def _are_plain(values: Sequence[Any]) -> bool:
     return (
         _DICTS.issuperset(map(type, values))
         and _STRS.issuperset(map(type, set().union(*values)))
-        and _SCALARS.issuperset(map(type, chain.from_iterable(map(dict.values, values))))
+        and _SCALARS.issuperset({type(child) for value in values for child in value.values()})
     )
 
 
