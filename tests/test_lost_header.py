@@ -16,7 +16,7 @@ from tests.helpers.cli import start
 
 import weclaw_embedded as weclaw
 from weclaw_embedded import _files, _lost_header
-from weclaw_embedded._format import HEADER_BYTES, unpack_header
+from weclaw_embedded._format import HEADER_BYTES, SLOT_BYTES, unpack_header
 
 PAGE = bytes(HEADER_BYTES)
 ALL = {"segment_bytes": 65536, "retention": 0}
@@ -150,3 +150,50 @@ def test_a_file_that_never_was_one_stays_none(path: Path) -> None:
         with pytest.raises(weclaw.NotAQueueError):
             weclaw.Queue(path)
         assert path.read_bytes() == data
+
+
+def lose_headers(path: Path, which: int) -> None:
+    """Overwrite both headers of a kept segment's slot, and the first page of the file."""
+    with weclaw.open(path) as store:
+        log = store._engine.log
+        slot = log.slot_of(log.segments()[which])
+        position, size = log.slot_position(slot), log.segment_bytes
+    for at in (position, position + size - SLOT_BYTES):
+        overwrite(path, at, bytes(SLOT_BYTES))
+    overwrite(path, 0, PAGE)
+
+
+@pytest.mark.parametrize("scratch", [True, False])
+@pytest.mark.parametrize("settled", [0, 500])
+def test_a_first_segment_lost_with_the_page_is_told_of(
+    path: Path, tmp_path: Path, settled: int, scratch: bool
+) -> None:
+    """It is not taken for one that was given back; and repair finds it by its frames."""
+    with weclaw.Queue(path, **ALL) as q:
+        for n in range(1000):
+            q.put({"n": n, "text": "x" * 200})
+        for _ in range(settled):
+            q.get().ack()
+    lose_headers(path, 0)
+    if not scratch:
+        shutil.rmtree(f"{path}.d")
+        with weclaw.Queue(path, readonly=True) as q:
+            left = [msg["n"] for msg in q.peek(1000)]
+            assert len(left) < 1000 - settled
+            assert q.stats().damaged > 0
+        return
+    with weclaw.Queue(path) as q:
+        assert "has no slot header" in str(q.store.verify())
+        q.store.repair()
+        assert q.store.verify() == []
+        assert [body["n"] for body in drain(q)] == [*range(settled, 1000)]
+
+
+def test_a_last_segment_lost_with_the_page_is_not_taken_for_the_first(path: Path) -> None:
+    """Its frames say that it stood behind the others, and what was given back is not missed."""
+    left = fill(path, 6000, 5000, **ALL)
+    lose_headers(path, -1)
+    with weclaw.Queue(path) as q:
+        assert "made anew from what stands in it" in str(q.store.verify())
+        assert drain(q) == left
+        assert q.stats().damaged == 0

@@ -31,6 +31,7 @@ from ._format import (
     unpack_head,
     unpack_role,
 )
+from ._lost_slot import frames_in
 from ._segments import (
     ANNOUNCED,
     CHECKPOINT,
@@ -168,9 +169,13 @@ def _look_at_slots(log: Segments) -> _Look:
     head = max([recorded, *(header.head for header in headers.values())])
     if not recorded and _has_lost_head(log):
         # The slots say what it was when the last of them began. What is missing behind that was
-        # given back: to be lost, a segment must have lost two headers besides.
-        kept = (header.segment for header in headers.values() if header.segment >= head)
-        head = min(kept, default=head)
+        # given back, or is in a slot that has lost both its headers, too.
+        kept = {header.segment for header in headers.values() if header.segment >= head}
+        first = min(kept, default=head)
+        if first > head:
+            n_missing = last + 1 - first - len(kept)
+            headless = set(range(n_slots)) - headers.keys()
+            head = max(head, first - _n_lost_before(log, first, headless, n_missing))
     return _Look(n_slots, headers, recorded, head, last)
 
 
@@ -178,6 +183,24 @@ def _has_lost_head(log: Segments) -> bool:
     block = _files.read_at(log.fd, HEADER_BYTES, 0)
     store_id = log.header.store_id
     return not has_head(block, store_id) and unpack_role(block, store_id)[0] != COPY
+
+
+def _n_lost_before(log: Segments, first: int, headless: set[int], n_missing: int) -> int:
+    """How many of the slots that have no header may be of segments before the first that was found:
+    they hold something, and no commit point behind it is known in them. `n_missing` are missing
+    behind it.
+    """
+    n_before = n_behind = 0
+    for slot in headless:
+        data, _ = _files.read_around(log.fd, log.segment_bytes, log.slot_position(slot))
+        if not data.strip(b"\0"):
+            continue  # free, and zeroed
+        frames = frames_in(log, slot)
+        if frames is not None and frames.highest > first << log.bits:
+            n_behind += 1
+        else:
+            n_before += 1
+    return max(0, n_before - max(0, n_missing - n_behind))
 
 
 def _look_until_sure(log: Segments, look: _Look) -> _Look:
