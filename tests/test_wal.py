@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from wal_tools import (
     SEGMENT,
+    STORE_ID,
     SYNC,
     DeadlyCalls,
     Disk,
@@ -33,11 +34,17 @@ from wal_tools import (
 from weclaw_embedded import _appending, _files, _reading, _scan, wal
 from weclaw_embedded._format import (
     CHECKPOINT_FRAME,
+    END_RECORD_AT,
     HEAD_RECORD_AT,
     HEADER_BYTES,
+    MAX_OFFSET,
     PART_BYTES,
+    SLOT_BYTES,
     VOUCH,
+    SlotHeader,
     Stretch,
+    pack_end,
+    pack_slot,
     policy_of,
 )
 from weclaw_embedded.errors import CorruptError, DiskFullError, StorageError
@@ -45,6 +52,7 @@ from weclaw_embedded.wal import (
     COMMIT,
     HEAD,
     LAST,
+    LAST_FRAME,
     SLOTS,
     SPARES,
     TAIL,
@@ -1084,6 +1092,27 @@ def test_a_torn_tail_is_cut_quietly_at_every_byte(path: Path, tmp_path: Path) ->
             assert bodies(log) == [b"first", b"third"]
 
 
+def test_the_last_frame_is_known_behind_a_cut(path: Path) -> None:
+    """What queue time goes on from, and an index is believed by, is found though the log goes on in
+    a segment with nothing in it yet.
+    """
+    with opened(path) as (log, _):
+        put(log, b"kept", time_us=YEAR_2026_US)
+        sync(log)
+        last = log.last_frame
+        torn = put(log, b"torn")[0]
+    image = bytearray(path.read_bytes())
+    image[HEADER_BYTES + torn + 8] ^= 1
+    path.write_bytes(image)
+    for is_cut in (True, False):
+        with opened(path) as (log, recovery):
+            assert (recovery.cut is not None) is is_cut
+            assert log.state.words[LAST] == 1
+            assert log.last_frame == last
+            assert not is_cut or log.state.words[LAST_FRAME] == last[0]
+            assert log.last_time_us() == YEAR_2026_US
+
+
 def test_what_was_cut_never_comes_back(path: Path, tmp_path: Path) -> None:
     """Frames beyond the cut stay dead, even when new ones end exactly where they began."""
     with opened(path) as (log, _):
@@ -1247,6 +1276,34 @@ def test_what_goes_on_behind_a_lost_segment_may_not_know_of_it(path: Path) -> No
         assert recovery.damaged == []
         kept = bodies(log)
         assert kept == [b"%02d" % n * 2000 for n in range(len(kept))]
+
+
+@pytest.mark.parametrize("was_durable", [False, True])
+def test_a_slot_that_claims_a_segment_far_off_holds_nothing_up(
+    path: Path, was_durable: bool
+) -> None:
+    """Behind a number that nobody could count to what is there is kept, and its end is found."""
+    far = MAX_OFFSET // SEGMENT - 9
+    with opened(path) as (log, _):
+        put(log, b"one")
+        header = SlotHeader(far, 7, 7, log.limit(far - 1), 0, 1, 0, 1)
+    packed = pack_slot(header, STORE_ID)
+    image = bytearray(path.read_bytes())
+    image += packed + bytes(SEGMENT - 2 * SLOT_BYTES) + packed
+    if was_durable:  # so it says: else the slot is what was torn
+        record = pack_end((far + 1) * SEGMENT, STORE_ID)
+        image[END_RECORD_AT : END_RECORD_AT + len(record)] = record
+    path.write_bytes(image)
+    for _ in range(2):
+        with opened(path) as (log, recovery):
+            assert bool(recovery.damaged) is was_durable
+            assert bodies(log) == [b"one"]
+            assert was_durable or log.state.words[LAST] == 1
+    for expected in ([b"one"], [b"one", b"more"]):
+        with opened(path) as (log, _):
+            assert log.last_frame[0] == frames(log, on_damage=lambda *_: None)[-1].offset
+            assert bodies(log) == expected
+            put(log, b"more")
 
 
 def test_a_log_without_any_segment_is_a_typed_error(path: Path) -> None:

@@ -261,19 +261,10 @@ class Copy:
 
     def last_frame(self) -> tuple[int, int, int]:
         """(offset, end, checksum) of the last frame; zeros when there is none."""
-        log = self.log
-        tail = self.tail
-        segment = (tail - 1) >> log.bits
-        while segment >= log.state.words[HEAD]:
-            found = None
-            for frame in log.frames(
-                segment << log.bits, tail, check=False, on_damage=lambda *_: None
-            ):
-                found = frame
-            if found is not None:
-                return found[0], found[1], log.checksum(found[0])
-            segment -= 1
-        return 0, 0, 0
+        found = self.log.find_last(self.tail)
+        if found is None:
+            return 0, 0, 0
+        return found.offset, found.end, self.log.checksum(found.offset)
 
     def segments(self) -> Iterator[tuple[int, bytes, int]]:
         """(segment, its packed header, where its frames end) of each that is kept."""

@@ -150,9 +150,11 @@ class _Look(NamedTuple):
         return missing if missing >= self.head else -1
 
     def n_missing(self) -> int:
-        """How many segments from the head to the last have no slot."""
+        """How many segments from the head to the last have no slot. Counted without going through
+        them: a slot may claim any number.
+        """
         numbers = {header.segment for header in self.headers.values()}
-        return sum(number not in numbers for number in range(self.head, self.last + 1))
+        return len(range(self.head, self.last + 1)) - sum(n >= self.head for n in numbers)
 
     def until(self, segment: int) -> _Look:
         """The same without what begins later."""

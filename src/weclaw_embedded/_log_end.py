@@ -62,7 +62,6 @@ class Recovery:
     is_vouched: bool = False  # it ends with a frame that vouches: nothing is missing
     healed: list[tuple[int, str]] = field(default_factory=list)  # from a second copy
     whole: bool = True  # all that is kept was looked at, not only the end
-    last_time_us: int = 0
 
     @property
     def ends_vouched(self) -> bool:
@@ -119,9 +118,9 @@ class _Walk:
         self._start = start
         self._commit = commit
         self.bad: list[tuple[int, str]] = []
-        # Of each run of good frames: how many bad spots are before it, where it ends, the time of
-        # its last frame, the latest checkpoint by then.
-        self.runs: list[tuple[int, int, int, int]] = []
+        # Of each run of good frames: how many bad spots are before it, where it ends, the latest
+        # checkpoint by then.
+        self.runs: list[tuple[int, int, int]] = []
         self.end = start if start & (log.segment_bytes - 1) else start + SLOT_BYTES
         self.vouched = max(commit, log.known_end)
         self.last_flags = 0
@@ -140,7 +139,7 @@ class _Walk:
 
     def _look(self, checkpoint: int) -> Iterator[Stretch | Frame]:
         log, commit, bad = self._log, self._commit, self.bad
-        n_bad = time_us = 0
+        n_bad = 0
         for found in stretches(
             log,
             self._start,
@@ -150,21 +149,19 @@ class _Walk:
             on_commit=self._vouch,
         ):
             if len(bad) != n_bad:
-                self.runs.append((n_bad, self.end, time_us, checkpoint))
+                self.runs.append((n_bad, self.end, checkpoint))
                 n_bad = len(bad)
             end = self.end = found.end
             self.last_flags = found.flags
             if isinstance(found, Stretch):
-                time_us = found.time_us(found.places[-1])
                 self.is_boundary |= found.base <= commit <= end and found.is_boundary(commit)
             else:
-                time_us = found.time_us
                 self.is_boundary |= commit in (found.offset, end)
                 if found.flags & CHECKPOINT_FRAME and found.records:
                     checkpoint = found.records[0][0]
             self.vouched = max(self.vouched, found.commit)
             yield found
-        self.runs.append((n_bad, self.end, time_us, checkpoint))
+        self.runs.append((n_bad, self.end, checkpoint))
 
     def _vouch(self, commit: int) -> None:
         self.vouched = max(self.vouched, commit)
@@ -193,7 +190,7 @@ def _walk_to_end(
                 cut, last = None, runs[-1]
             break
     recovery.damaged = [spot for spot in bad if cut is None or spot[0] < cut]
-    _, _, recovery.last_time_us, words[CHECKPOINT] = last
+    words[CHECKPOINT] = last[2]
     recovery.tail = end
     if cut is not None:
         recovery.cut = recovery.tail = cut
@@ -262,7 +259,7 @@ def look_at_copy(log: Segments) -> bool:
     words = log.state.words
     segment = words[LAST]
     while segment > words[HEAD] and not _begins_a_frame(log, segment):
-        segment -= 1
+        segment = log.before(segment)
     recovery, _ = _walk_to_end(log, segment << log.bits, 0)
     end = words[TAIL] = words[COMMIT] = recovery.tail
     is_torn = recovery.cut is not None or recovery.is_end_damaged

@@ -453,17 +453,21 @@ class Reading(Segments):
         return self._last[1:]
 
     def _find_last(self, tail: int) -> tuple[int, int]:
-        segment = (tail - 1) >> self.bits
-        while segment >= self.state.words[HEAD]:
+        frame = self.find_last(tail)
+        return (0, 0) if frame is None else (frame.offset, self.checksum(frame.offset))
+
+    def find_last(self, tail: int) -> Frame | None:
+        """The last frame that begins before `tail`, by a search; None in an empty log."""
+        segment = max(0, tail - 1) >> self.bits
+        while True:
+            begin = segment << self.bits
+            end = min(tail, begin + self.segment_bytes)
             found = None
-            for frame in walk(
-                self, segment << self.bits, tail, check=False, on_damage=lambda *_: None
-            ):
+            for frame in walk(self, begin, end, check=False, on_damage=lambda *_: None):
                 found = frame
-            if found is not None:
-                return found[0], self.checksum(found[0])
-            segment -= 1
-        return 0, 0
+            if found is not None or segment <= self.state.words[HEAD]:
+                return found
+            segment = self.before(segment)
 
     def checksum(self, offset: int) -> int:
         shift, _ = self.place(offset >> self.bits)

@@ -270,6 +270,14 @@ class Segments:
             return segment + 1
         return min((n for n in self._read_table() if n > segment), default=None)
 
+    def before(self, segment: int) -> int:
+        """The last segment before this one that has a slot; HEAD where there is none. A hostile
+        header may leave a gap that nobody could count through.
+        """
+        if segment - 1 in self._slot_of:
+            return segment - 1
+        return max((n for n in self._read_table() if n < segment), default=self.state.words[HEAD])
+
     def frames_end(self, segment: int) -> int | None:
         """Where the frames of a segment end; None when that isn't known, for want of the next."""
         if segment >= self.state.words[LAST]:

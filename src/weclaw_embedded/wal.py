@@ -247,6 +247,7 @@ class Log(Appending):
         """Begin a segment with nothing in it yet, after what was found."""
         segment = prev_end - 1 >> self.bits
         self._tail = self.state.words[TAIL]
+        self._pending_last = self._tail, *self.last_frame
         self._end = prev_end
         self._salt = self.place(segment)[1]
         try:
