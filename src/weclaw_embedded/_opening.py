@@ -315,7 +315,7 @@ def _open_first(
         for name in os.listdir(os.path.join(directory, INDEX_NAME)):
             _names.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.
-        page.shift = _new_shift(log) if before.shift is None else before.shift
+        page.shift = new_shift(log) if before.shift is None else before.shift
         page.keep_replica_words(before.replica)
         slot, token = take_owner_slot(fd, page)
         if not before.same_boot:
@@ -433,7 +433,7 @@ def _agree(index: Index, log: Log) -> bool:
     return agrees
 
 
-def _new_shift(log: Log) -> int:
+def new_shift(log: Log) -> int:
     """Begin this boot's queue time: like the wall clock, but never before the last frame's."""
     last_us = min(log.last_time_us(), MAX_TIME_US)  # a hostile one must not end time
     return max(_clock.wall_us(), last_us) - _clock.boottime_us()

@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from . import _clock, _files, _locks, _names
+from . import _files, _locks, _names
 from ._engine import Engine
 from ._finding import recorded_head
 from ._format import FIRST, SLOT_BYTES
 from ._index import Index, Tx
 from ._lost_end import SEGMENT_LOST, find_lost
-from ._opening import OWNER, Opened, attach_page
+from ._opening import OWNER, Opened, attach_page, new_shift
 from ._options import StoreOptions
 from ._paths import check_path, find_header, is_new
 from ._scan import BadPartError, collect
@@ -208,7 +208,7 @@ class ReadonlyEngine(Engine):
         if last and last >> log.bits >= words[HEAD] and log.checksum(last) != checksum:
             self._is_doubtful = True  # cut off after a power cut or a failed sync: it went on anew
         if self._shift is None:
-            self.shift = max(_clock.wall_us(), log.last_time_us()) - _clock.boottime_us()
+            self.shift = new_shift(log)
         else:
             self.shift = self._shift
 

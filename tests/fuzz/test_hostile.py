@@ -244,6 +244,18 @@ def test_a_frame_from_the_end_of_time_ends_no_time(time_us: int) -> None:
     tried([PUT], time_us)
 
 
+def test_nor_does_the_last_one_for_who_only_looks() -> None:
+    """Where queue time goes on from it without a lock, what is there is told of all the same."""
+    put = b"".join(_records.pack_put(0, 2, 0, b"", b"last"))
+    with targets.written(
+        lambda log: targets.part(log, targets.payload([put]), _format.WHOLE, 2**64 - 1)
+    ) as path:
+        with weclaw.open(path, readonly=True) as looking:
+            seen = looking.queue().stats()
+        with weclaw.open(path) as store:
+            assert store.queue().stats()[:5] == seen[:5]
+
+
 @pytest.mark.parametrize("record", [PUT, b"\x11\x90", b"\x11" + b"\xc1"])
 def test_a_frame_that_is_no_checkpoint_says_it_is_one(record: bytes) -> None:
     """The flag of a frame is not believed when its record says otherwise."""
