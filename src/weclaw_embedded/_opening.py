@@ -312,8 +312,9 @@ def _open_first(
         if recovery.ends_vouched:
             page.words[CLEAN_AT] = page.words[TAIL]
             page.words[LAST_FRAME] = log.last_frame[0]
-        for name in os.listdir(os.path.join(directory, INDEX_NAME)):
-            _names.match_owner_and_mode(os.path.join(directory, INDEX_NAME, name), fd)
+        index_directory = os.path.join(directory, INDEX_NAME)
+        for name in ("", *os.listdir(index_directory)):
+            _names.match_owner_and_mode(os.path.join(index_directory, name), fd)
         # Within a boot the clock goes on as it was, whatever became of the wall clock.
         page.shift = new_shift(log) if before.shift is None else before.shift
         page.keep_replica_words(before.replica)
