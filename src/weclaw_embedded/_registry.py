@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ class Telling(Protocol):
 
 
 _telling: weakref.WeakSet[Telling] = weakref.WeakSet()
+_ends_as_a_child = False  # whether `_end_as_a_child` has seen to it in this process
 _registry_lock = threading.RLock()
 
 
@@ -67,6 +69,7 @@ def acquire(
             found = os.fstat(engine.fd)
             engine.handles = 1
             _engines[found.st_dev, found.st_ino] = engine
+            _end_as_a_child()
         except BaseException:
             # Ctrl-C, too: what nobody has to close would keep this process from opening it again.
             opened.give_up()
@@ -85,6 +88,8 @@ def opening() -> threading.RLock:
 def keep(engine: Engine) -> None:
     """Have an engine that only looks closed at the end of the interpreter, if nobody else does."""
     _lookers.add(engine)
+    with _registry_lock:
+        _end_as_a_child()
 
 
 def tell_at_end(telling: Telling) -> None:
@@ -127,6 +132,65 @@ def _close_all() -> None:
             engine.close()
 
 
+class _Beginning:
+    """What multiprocessing has to know something by, to call it when a process begins."""
+
+
+_beginning = _Beginning()
+
+
+def _end_as_a_child() -> None:
+    """Have `_close_all` called at the normal end of a process of multiprocessing, too.
+
+    One that was forked ends by `os._exit`, without what was registered for the interpreter's end;
+    before that it runs the finalizers of multiprocessing.
+    """
+    global _ends_as_a_child
+    # What is not imported has not started us.
+    if _ends_as_a_child or "multiprocessing.process" not in sys.modules:
+        return
+    from multiprocessing import parent_process, util
+
+    _ends_as_a_child = True
+    if parent_process() is not None:
+        _finalize(_beginning)
+    else:
+        # When such a process begins it forgets what was to be called at its end; the file may have
+        # been opened by then, with a queue that was handed to it.
+        util.register_after_fork(_beginning, _finalize)
+
+
+def _finalize(_: _Beginning) -> None:
+    global _ends_as_a_child
+    from multiprocessing import util
+
+    _ends_as_a_child = True
+    # Below zero: after its own children have been waited for.
+    util.Finalize(None, _close_after_threads, exitpriority=-1)
+
+
+def _close_after_threads() -> None:
+    # Up to Python 3.12 the finalizers run before the threads are waited for. A thread of ours
+    # that is no daemon is waited for with them, and after what ends the workers of a pool.
+    if _working():
+        threading.Thread(target=_wait_and_close, name="weclaw-end", daemon=False).start()
+    else:
+        _close_all()
+
+
+def _wait_and_close() -> None:
+    while working := _working():
+        for thread in working:
+            thread.join()
+    _close_all()
+
+
+def _working() -> list[threading.Thread]:
+    """The threads that the end of the process waits for, but for the two that bring it about."""
+    ending = (threading.main_thread(), threading.current_thread())
+    return [t for t in threading.enumerate() if not t.daemon and t not in ending]
+
+
 def _before_fork() -> None:
     # No thread may be inside LMDB or the log while memory is copied: the child would find a
     # transaction that is not its own, and closing it would release the parent's lock.
@@ -142,8 +206,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _registry_lock
+    global _registry_lock, _ends_as_a_child
     _registry_lock = threading.RLock()
+    _ends_as_a_child = False
     engines = list(_engines.values())
     _engines.clear()
     for engine in engines:

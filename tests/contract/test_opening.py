@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import stat
+import sys
 import threading
 import time
 import warnings
@@ -51,17 +52,20 @@ def test_who_only_looks_writes_nothing_to_the_file(path):
     assert path.read_bytes() != content
 
 
-def test_what_lies_beside_takes_the_files_mode_and_owner(path, open_queue):
-    """What is made beside a file takes its mode and owner."""
+@pytest.mark.parametrize("scratch_there", [True, False])
+def test_what_lies_beside_takes_the_files_mode_and_owner(path, open_queue, scratch_there):
+    """What lies beside a file takes its mode and owner, also when they change."""
     open_queue().close()
     os.chmod(path, 0o660)
     if os.geteuid() == 0:
         os.chown(path, 12345, 23456)
-    shutil.rmtree(scratch(path))
+    if not scratch_there:
+        shutil.rmtree(scratch(path))
     open_queue().put("x")
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     for file in scratch(path).rglob("*"):
-        assert stat.S_IMODE(file.stat().st_mode) & 0o060 == 0o060, file
+        wanted = 0o070 if file.is_dir() else 0o060
+        assert stat.S_IMODE(file.stat().st_mode) & 0o070 == wanted, file
         if os.geteuid() == 0:
             assert (file.stat().st_uid, file.stat().st_gid) == (12345, 23456), file
     assert stat.S_IMODE(scratch(path).stat().st_mode) == 0o770
@@ -476,7 +480,7 @@ def end_without_closing(pipe, path, how):
     if how == "exception":
         raise RuntimeError("expected by the test")
     if how == "exit":
-        sys.exit(3)  # noqa: F821
+        sys.exit(3)
     globals()["kept"] = q
 
 
@@ -492,6 +496,61 @@ def test_a_normal_end_of_the_interpreter_hands_back_too(path, open_queue, how):
     assert q.status(task) == "ready"
     msg = q.get(block=False)
     assert (msg.id, msg.delivery_count, msg.crash_count) == (task, 2, 0)
+
+
+STARTED_PROCESSES = """
+import concurrent.futures, multiprocessing, sys, threading, time
+import weclaw_embedded as weclaw
+
+def takes(q):
+    assert q.get(timeout=10)
+
+def opens(path):
+    globals()["kept"] = weclaw.Queue(path)
+    takes(kept)
+
+def in_a_thread(q):
+    def work():
+        msg = q.get(timeout=10)
+        time.sleep(0.2)
+        msg.extend()
+    threading.Thread(target=work).start()
+
+def in_a_pool(q):
+    globals()["pool"] = concurrent.futures.ThreadPoolExecutor(2)
+    pool.submit(takes, q)
+
+if __name__ == "__main__":
+    start, path = sys.argv[1:]
+    context = multiprocessing.get_context(start)
+    q = weclaw.Queue(path)
+    q.put("x")
+    for work in (takes, opens, in_a_thread, in_a_pool):
+        child = context.Process(target=work, args=(path if work is opens else q,))
+        child.start()
+        child.join()
+        msg = q.get(block=False)
+        print(child.exitcode, msg.crash_count)
+        msg.release()
+    q.close()
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_so_does_a_normal_end_of_a_process_of_multiprocessing(path, tmp_path, start):
+    """However multiprocessing started it, and though threads hold the leases."""
+    import subprocess
+
+    script = tmp_path / "started.py"
+    script.write_text(STARTED_PROCESSES)
+    done = subprocess.run(
+        [sys.executable, str(script), start, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split("\n") == ["0 0"] * 4 + [""], done.stderr
 
 
 def test_dropped_open_it_warns(path):
