@@ -106,9 +106,13 @@ class Damage(Part):
 
     def heal_met(self) -> None:
         """Ask the replica for all that was passed over and that it was not asked for yet. Blocks as
-        `heal` does; one that can't be asked now is asked again later, by itself.
+        `heal` does, and for who heals already; one that can't be asked now is asked again later, by
+        itself.
         """
-        with self.healing:
+        try:
+            # Who makes room waits for nobody who heals, for that one may wait for the room.
+            if not self.healing.acquire(blocking=not self.makes_room):
+                return
             while places := self.run(_unanswered_places):
                 if self.heal_pause_s() > 0:
                     self.timer.call_by(self._heal_again_s, self._heal_quietly)
@@ -120,6 +124,9 @@ class Damage(Part):
                     self.run(_fold_anew)
                 if self.heal_pause_s() <= 0:
                     self._answered.update(places)
+        finally:
+            with contextlib.suppress(RuntimeError):  # this thread does not have it
+                self.healing.release()
 
     def unanswered(self, session: Session, start: int, end: int) -> list[tuple[int, str]]:
         """(offset, reason) of what was met between two offsets and the replica was not asked for,

@@ -124,7 +124,7 @@ class Upkeep(Part):
         with contextlib.suppress(StorageError, ClosedError):
             self.check_size()
         last = self.page.words[LAST]
-        makes_room = self._room_maker == threading.get_ident()
+        makes_room = self.makes_room
         if not makes_room:
             self._look_again(tail)
         if last != self._last_segment:
@@ -227,12 +227,19 @@ class Upkeep(Part):
         """
         from ._reclaim import make_room
 
+        if self.makes_room:
+            return 0  # what is healed on the way finds no room, either: not one inside the other
         with self._room_lock:
-            self._room_maker = threading.get_ident()
             try:
+                self._room_maker = threading.get_ident()
                 return make_room(self.whole, at_most)
             finally:
                 self._room_maker = 0
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether it is this thread that makes room just now."""
+        return self._room_maker == threading.get_ident()
 
     def _upkeep_soon(self) -> None:
         is_due = self.timer.next_s(self._upkeep) < math.inf

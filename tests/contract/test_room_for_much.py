@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from tests.helpers.faults import fill, small_disk
 from tests.helpers.queues import drain
 
 import weclaw_embedded as weclaw
-from weclaw_embedded import aio, threads
+from weclaw_embedded import _reclaim, aio, threads
+from weclaw_embedded._engine import Engine
+from weclaw_embedded._session import Session
 
 MIB = 1 << 20
 SEGMENT = 65536
@@ -129,3 +132,40 @@ def test_too_much_is_refused_and_nothing_is_lost(full: weclaw.Queue, way: Put) -
     assert left == (n - n // 2) * len(BODY) + alone
     full.put_many([BODY] * MUCH, block=False)
     assert bytes_in(full) == MUCH * len(BODY)
+
+
+class _MetDamage:
+    """A step that comes upon damage each time, and finds no room to see to it."""
+
+    def __init__(self, q: weclaw.Queue) -> None:
+        self.engine = q._store._engine
+        self.steps = 0
+
+    def no_room(self, session: Session) -> None:
+        raise weclaw.DiskFullError("no room")
+
+    def take_step(self, engine: Engine, force: bool) -> float | None:
+        self.steps += 1
+        engine.heal_met()
+        with pytest.raises(weclaw.DiskFullError):
+            engine.run(self.no_room)
+        return None
+
+    def put(self) -> str:
+        with pytest.raises(weclaw.DiskFullError):
+            self.engine.run(self.no_room)
+        return "refused"
+
+
+def test_what_is_mended_while_room_is_made_waits_for_no_room_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for who mends in another thread, and may wait for the room."""
+    with weclaw.Queue(tmp_path / "q.wq") as q, ThreadPoolExecutor(1) as pool:
+        met = _MetDamage(q)
+        monkeypatch.setattr(_reclaim, "take_step", met.take_step)
+        assert pool.submit(met.put).result(10) == "refused"
+        with met.engine.healing:
+            assert pool.submit(met.put).result(10) == "refused"
+            assert met.put() == "refused"
+        assert met.steps == 3
