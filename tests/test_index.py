@@ -297,12 +297,12 @@ class Kept:
 
     def begin(self) -> Tx:
         """Begin a turn, where that of who only looked before has ended with nothing new."""
-        if self.index.memory.armed:
+        if self.index.tx.armed:
             self.end_turn()
         return self.index.write()
 
     def end_turn(self, *, commit: bool = False) -> None:
-        tx = self.index.memory
+        tx = self.index.tx
         if commit or not tx.keep(self.end):
             tx.commit(self.end, 1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import signal
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from tests.helpers.interrupts import interrupted
 from tests.helpers.queues import eventually
 
 import weclaw_embedded as weclaw
+from weclaw_embedded import Put
 from weclaw_embedded._handle import _Untold
 from weclaw_embedded._wake import Timer
 
@@ -192,3 +195,41 @@ def test_a_turn_that_was_broken_off_anywhere_leaves_nothing_that_is_told_twice(
                 msg.release()
         assert q._store.verify() == []
     assert {"catch_up", "apply"} <= set(places), places
+
+
+def test_ctrl_c_again_and_again_leaves_no_transaction_open(path: Path) -> None:
+    """Also where what is to take a turn back is broken off each time: no other thread could end the
+    transaction of LMDB, and all would wait for it.
+    """
+    rng = random.Random(8)
+
+    def interrupt(_: int, frame: Any) -> None:
+        if frame.f_code.co_filename != __file__:  # not here
+            raise KeyboardInterrupt
+
+    with weclaw.Queue(path, flush="os") as q:
+        q.put_many([Put("x", id=str(n)) for n in range(50)])
+        index = q._store._engine.index
+        calls: list[Callable[[], object]] = [
+            q.stats,
+            lambda: q.status(str(rng.randrange(50))),
+            lambda: q.put("x", id=str(rng.randrange(100))),
+            lambda: q.get(block=False).release(),
+        ]
+        n_broken_off = 0
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for n in range(200):
+                index.write().abort()  # so that the turn asks LMDB for what it knows
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(5e-6, 2e-4), 2e-5)
+                try:
+                    rng.choice(calls)()
+                except KeyboardInterrupt:
+                    n_broken_off += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                beside(q.stats, n)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert n_broken_off > 20
+        assert q.store.verify() == []

@@ -220,6 +220,7 @@ class Engine(
                     if session.woken or (waiters and (session.ready or waiters >= FOR_SETTLED)):
                         self._take_pokes(session)
                 except BaseException as error:
+                    self.index.tx.end_txn()
                     if session is not None:
                         try:
                             session.abort(error)

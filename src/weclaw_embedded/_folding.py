@@ -78,7 +78,7 @@ class Folding(Part):
         and checking it needs none, and they need the lock. What needs more than memory is left.
         """
         with self._lock:
-            tx = self.index.memory
+            tx = self.index.tx
             applied, tail = tx.applied, self.page.words[TAIL]
             own = applied if applied != self._written_from else max(applied, self._written_to)
             if (

@@ -188,9 +188,11 @@ class Index:
 
     def __init__(self, env: lmdb.Environment, reserve_fd: int) -> None:
         self.room = Room(env, reserve_fd)
-        self._tx = Tx()
-        self._tx.main = env.open_db(None)
-        self._tx.room = self.room
+        #: What is known, in memory and of LMDB; to be changed between `write` and its end, and with
+        #: no transaction begun as `State.ahead` says.
+        self.tx = Tx()
+        self.tx.main = env.open_db(None)
+        self.tx.room = self.room
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, create: bool, mode: int = 0o600) -> Index:
@@ -234,7 +236,7 @@ class Index:
         The same object comes every time, armed anew. With `may_follow` it may have a `leader`, to
         where the caller then brings it.
         """
-        tx = self._tx
+        tx = self.tx
         if tx.armed:
             tx.abort()  # Ctrl-C broke off whoever had it, and whoever was to take it back
         tx.armed = True
@@ -247,11 +249,6 @@ class Index:
                 raise
         return tx
 
-    @property
-    def memory(self) -> Tx:
-        """What is known in memory, with no transaction begun; see `State.ahead`."""
-        return self._tx
-
     def share(self, commits: memoryview[int], seen: memoryview[int] | None = None) -> None:
         """Count commits in a word that all processes share, each under the write lock: what is
         known in memory holds while it stands still.
@@ -260,7 +257,7 @@ class Index:
         while one is under way: who finds it otherwise, once all are dead, knows that something else
         has written to it.
         """
-        self._tx._commits = commits
+        self.tx._commits = commits
         self.room.seen = seen
 
     def looks(self) -> tuple[int, int]:
@@ -286,10 +283,10 @@ class Index:
         In a forked child this is safe for the parent; nothing may be synced there.
         """
         try:
-            self._tx.abort()
-            if self._tx._commits is not UNCOUNTED:
-                self._tx._commits.release()
-                self._tx._commits = UNCOUNTED
+            self.tx.abort()
+            if self.tx._commits is not UNCOUNTED:
+                self.tx._commits.release()
+                self.tx._commits = UNCOUNTED
             if self.room.seen is not None:
                 self.room.seen.release()
                 self.room.seen = None

@@ -19,7 +19,7 @@ queues are found and changed, which `_index_queues` does, nor what may happen to
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import lmdb
@@ -115,9 +115,8 @@ class State:
         """Take back all of it; what is known in memory is read again. May be called again, as where
         it was broken off.
         """
-        if self._txn is not None:
-            # Before it is forgotten: while it is open, nobody in any process begins another.
-            self._txn.abort()
+        # Before it is forgotten: while it is open, nobody in any process begins another.
+        self.end_txn()
         self._wait()
         self._forget()
         self._chunks.clear()
@@ -149,6 +148,9 @@ class State:
     def _wait(self) -> None:
         """No transaction of LMDB is open, and no row in use."""
         self._txn: lmdb.Transaction[bytes] | None = None
+        # Ends that, if there is one, before Ctrl-C can come. No thread can but the one that began
+        # it: whoever gives up a turn calls this before anything else that may be broken off.
+        self.end_txn: Callable[[], object] = int
         self._seen: lmdb.Cursor[bytes] | None = None
         self._in_use = False
         self._may_keep()
@@ -162,6 +164,7 @@ class State:
                 raise BehindError
             try:
                 txn = self._txn = self.room.begin()
+                self.end_txn = txn.abort
             except lmdb.Error as error:
                 raise self._failed(error) from error
         return txn
@@ -270,8 +273,7 @@ class State:
             self.leader = applied, crc, last_frame, sequence
         else:
             return False
-        if self._txn is not None:
-            self._txn.abort()
+        self.end_txn()
         self._wait()
         return True
 
@@ -315,7 +317,7 @@ class State:
         if applied > self._keep_to:
             return False
         if self._txn is not None:
-            self._txn.abort()  # it was only looked at
+            self.end_txn()  # it was only looked at
             self._wait()
         self.applied = applied
         self.armed = False

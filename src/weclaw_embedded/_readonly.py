@@ -168,6 +168,7 @@ class ReadonlyEngine(Engine):
                         raise
                     gone = error
                 finally:
+                    session._tx.end_txn()
                     session._tx.abort()
                     session._tx = None
                 # It came upon what was let go of since: its answer may be that of no moment.
@@ -227,6 +228,7 @@ class ReadonlyEngine(Engine):
             self.catch_up(tx)
             tx.commit(tail, 0)
         except BaseException:
+            tx.end_txn()
             tx.abort()
             raise
         self._folded = (tail, *log.last_frame)
