@@ -320,6 +320,8 @@ def find_sound(session: Session, tid: int, id: str) -> int | None:
             raise CorruptError(offset, error.reason) from error
         except (LookupError, _records.NoRecordError):
             return None
+        if not tx.knows(tid, offset):
+            raise CorruptError(offset, "the frame it was put in can't be read to its end")
     return offset
 
 

@@ -459,6 +459,17 @@ class Ask(Change):
         offset, priority = ID_ROW.unpack(value)
         return None if self.is_free(tid, offset, priority) else int(offset)
 
+    def knows(self, tid: int, offset: int) -> bool:
+        """Whether the index has a message that is kept: not one that can be read itself, while the
+        frame it was put in can't be read to its end and so brought none.
+        """
+        return (
+            self._find(self._topic(tid), offset) is not None
+            or self.row(tid, offset) is not None  # of the template, which has what is not plain
+            or self._get(key_u64(MOVED, offset)) is not None
+            or self._get(key_tid_u64(SKIP, tid, offset)) is not None
+        )
+
     def is_free(self, tid: int, offset: int, priority: int) -> bool:
         """Whether the id of a message may be given again: it was cancelled, or all who had it
         purged it.

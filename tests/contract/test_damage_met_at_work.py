@@ -81,6 +81,30 @@ def test_damage_is_counted_and_told_of_by_whatever_meets_it(path, damaged, caplo
         assert "damage at offset" in told
 
 
+def test_what_was_put_with_what_is_damaged_is_not_said_to_be_done(path, caplog):
+    """Of a batch over two segments that lost its second part nothing came, also where the first can
+    be read.
+    """
+    with weclaw.Queue(path, segment_bytes=65536) as q:
+        q.put("before")
+        q.get().ack()
+        ids = q.put_many(bodies(*["batch"] * 400))
+        q.put("after")
+    raw = bytearray(path.read_bytes())
+    raw[raw.rindex(b"batch")] ^= 1
+    path.write_bytes(raw)
+    shutil.rmtree(scratch(path))
+    with weclaw.Queue(path) as q:
+        assert {q.status(id) for id in ids} == {"unknown"}
+        with pytest.raises(weclaw.CorruptError) as caught:
+            q.result(ids[0])
+        assert caught.value.offset == int(ids[0][:14], 16)
+        assert not q.cancel(ids[0])
+        assert q.replay(ids=ids) == 0
+        assert f"{len(ids)} messages can't be read and were not replayed" in caplog.text
+        assert drain(q) == ["after"]
+
+
 def test_with_await_a_damaged_id_is_told_of_too(path, damaged):
     """As by `Queue.result`, which the awaited one ends in."""
 
