@@ -1,7 +1,7 @@
 """Looking at a file without changing anything: not the file, not what lies beside it.
 
-Role: an engine for `readonly=True`. Its index is its own, in a temporary folder, folded from the
-log; it follows the file when others write to it. Works on a read-only mount, and needs none of
+Role: an engine for `readonly=True`. Its index is its own, in a temporary folder (or shared memory), folded
+from the log; it follows the file when others write to it. Works on a read-only mount, and needs none of
 the scratch folder, which it reads only to learn whose leases are those of living processes.
 
 What it judges (leases run out, deaths, expiries) is judged in a transaction that is dropped, so
@@ -50,6 +50,7 @@ _WORDS = 512
 LOOK_AGAIN_S = 0.25
 # How often it looks anew when what it reads is given back meanwhile.
 _LOOKS: Final = 50
+_SHARED_MEMORY: Final = "/dev/shm"
 _READS: Final = 3  # of a record that may be half written
 
 
@@ -363,7 +364,14 @@ class ReadonlyEngine(Engine):
 
 def _own_index() -> tuple[str, Index]:
     """An index of its own, and the folder that it is in."""
-    own = tempfile.mkdtemp(prefix="weclaw-")
+    try:
+        own = tempfile.mkdtemp(prefix="weclaw-")
+    except FileNotFoundError:
+        # No folder for what is temporary may be written where all of a system is read-only, as in
+        # a container. Shared memory may, even there.
+        if not os.path.isdir(_SHARED_MEMORY):
+            raise
+        own = tempfile.mkdtemp(prefix="weclaw-", dir=_SHARED_MEMORY)
     try:
         return own, Index.open(own, create=True)
     except BaseException:

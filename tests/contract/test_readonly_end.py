@@ -1,9 +1,11 @@
-"""Contract 2: a program that only looks ends by itself, however it leaves its queue."""
+"""Contract 2: a program that only looks needs nothing that it may write, and ends by itself."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from tests.helpers.processes import environment
@@ -39,3 +41,17 @@ def test_a_looker_can_wait(path):
             q.get(block=False).ack(result=1)
             assert looker.join(10.0) is True
             assert looker.result(task, timeout=10.0) == 1
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="has no such shared memory")
+def test_a_looker_needs_no_folder_for_what_is_temporary(path, monkeypatch):
+    """It looks where all of a system is read-only but shared memory."""
+    with weclaw.Queue(path) as q:
+        q.put("x")
+    monkeypatch.setattr(tempfile, "gettempdir", _no_folder)
+    with weclaw.Queue(path, readonly=True) as looker:
+        assert [msg.body for msg in looker.peek(9)] == ["x"]
+
+
+def _no_folder():
+    raise FileNotFoundError(2, "No usable temporary directory found")
