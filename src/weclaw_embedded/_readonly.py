@@ -1,8 +1,9 @@
 """Looking at a file without changing anything: not the file, not what lies beside it.
 
-Role: an engine for `readonly=True`. Its index is its own, in a temporary folder (or shared memory), folded
-from the log; it follows the file when others write to it. Works on a read-only mount, and needs none of
-the scratch folder, which it reads only to learn whose leases are those of living processes.
+Role: an engine for `readonly=True`. Its index is its own, in a temporary folder (or in shared
+memory), folded from the log; it follows the file when others write to it. Works on a read-only
+mount, and needs none of the scratch folder, which it reads only to learn whose leases are those of
+living processes.
 
 What it judges (leases run out, deaths, expiries) is judged in a transaction that is dropped, so
 its answers are what a writer would say at that moment, and nothing of it stays.
