@@ -277,7 +277,7 @@ def test_an_index_in_memory_is_dropped_when_another_process_commits(tmp_path: Pa
     tell(tx, 200, 1, joined(rec.pack_put(0, 0, 0, b"", b"x")))
     assert tx.keep(300)
     assert (index.write().applied, tx.stored, tx.ready_count(tx.group(gid))) == (300, 200, 1)
-    assert not tx.open
+    assert tx._txn is None
     commits[0] += 1
     tx = index.write()
     assert (tx.applied, tx.ready_count(tx.group(gid))) == (200, 0)
@@ -363,7 +363,7 @@ def test_a_full_chunk_is_found_before_it_is_written(tmp_path: Path) -> None:
     tx = kept.begin()
     group = tx.group(kept.gid)
     assert group is not None
-    assert not tx.open
+    assert tx._txn is None
     assert tx.pick(group, 3, visible=kept.end).offsets == kept.messages
     assert len(tx.pick(group, 2000, visible=kept.end).offsets) == CHUNK_ENTRIES + 3
     kept.index.close()
@@ -602,15 +602,15 @@ def test_a_transaction_that_changed_nothing_is_no_commit(tmp_path: Path) -> None
     """Looking does not make other processes read everything again."""
     index = begun(tmp_path / "a")
     tx = index.write()
-    before = tx.sequence
+    before = tx._sequence
     tx.commit(100, 1)
     tx = index.write()
-    assert tx.sequence == before
+    assert tx._sequence == before
     assert (tx.applied, tx.last_crc) == (100, 1)
     tx.meta = {"clean": True}
     tx.commit(100, 1)
     tx = index.write()
-    assert tx.sequence == before + 1
+    assert tx._sequence == before + 1
     assert tx.meta == {"clean": True}
     tx.abort()
     index.close()
@@ -682,7 +682,7 @@ def test_the_map_grows_and_other_openers_follow(
         with pytest.raises(IndexFullError):
             for place in range(100_000):
                 tell(tx, start + place, 1, record)
-        assert not tx.open
+        assert tx._txn is None
     for batch in range(100):
         tx = index.write()
         for place in range(200):
@@ -777,7 +777,7 @@ def _fill(path: Path, said: Any) -> None:
                 tell(tx, end, 1, joined(rec.pack_put(0, 0, 0, rec.pack_meta(key=str(end)), b"")))
                 end += 3
             tx.commit(end, 1)
-    assert not tx.open
+    assert tx._txn is None
     for _ in range(500):
         tx = index.write()
         group = tx.group(GID)

@@ -44,12 +44,11 @@ from ._format import (
 )
 from ._log_end import is_whole, look_at_copy
 from ._opening import IN_USE, RECEIVER
-from ._paths import read_header
 from ._recovery import recover_copy
 from ._stream import ALIVE, DAMAGED, MAX_DATA, UNSURE_BYTES, Hello, State, StreamError
 from ._watch import asker_of, watch_names
 from .errors import CorruptError, LockedError, StorageError
-from .wal import ANNOUNCED, COMMIT, HEAD, LAST, TAIL, Log, LogState
+from .wal import ANNOUNCED, COMMIT, HEAD, LAST, TAIL, Log, LogState, read_file_header
 
 _NO_STORE: Final = bytes(16)
 
@@ -161,7 +160,7 @@ class Copy:
             if not _files.size(fd):
                 _files.close(fd)
                 return None
-            header = read_header(fd, path)
+            header = read_file_header(fd, path)
             copy = cls(path, fd, header, None)
             lock_copy(fd, path, patience_s)
             recover_copy(copy.log)
@@ -184,7 +183,7 @@ class Copy:
             if not _files.size(fd):
                 _files.close(fd)
                 return None
-            copy = cls(path, fd, read_header(fd, path), None, readonly=True)
+            copy = cls(path, fd, read_file_header(fd, path), None, readonly=True)
             copy.look_again()
         except BaseException:
             with contextlib.suppress(OSError):
@@ -442,7 +441,7 @@ def role_of(path: str) -> tuple[FileHeader, int, int]:
     check_is_file(path)
     fd = _files.open_ro(path)
     try:
-        header = read_header(fd, path)
+        header = read_file_header(fd, path)
         return (header, *read_role(fd, header))
     finally:
         _files.close(fd)

@@ -37,13 +37,13 @@ __all__ = [
     "FULL",
     "Bytes",
     "allocate",
-    "allocated",
     "begin_sync",
     "close",
     "drop_cache",
     "duplicate",
     "has_hole",
     "libc",
+    "may_write",
     "name_of",
     "open_ro",
     "open_rw",
@@ -334,11 +334,6 @@ def size(fd: int) -> int:
     return os.fstat(fd).st_size
 
 
-def allocated(fd: int) -> int:
-    """The bytes the file takes from its file system, holes not counted."""
-    return os.fstat(fd).st_blocks * 512
-
-
 def has_hole(fd: int, offset: int, n: int) -> bool:
     """Whether a part of the range has no space of its own yet; True when that can't be told."""
     try:
@@ -410,10 +405,10 @@ def sync_dir(path: str) -> None:
         os.close(fd)
 
 
-def drop_cache(fd: int, offset: int, n: int) -> None:
-    """Ask the kernel to forget its cached copy of a range (0 bytes: to the end).
+def drop_cache(fd: int) -> None:
+    """Ask the kernel to forget its cached copy of the file.
 
     So that the next read comes from the disk.  It forgets only what is clean: sync first.
     """
     if sys.platform == "linux":
-        os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -53,8 +53,8 @@ __all__ = [
     "MAX_OFFSET",
     "MAX_SEGMENT_BYTES",
     "MIN_SEGMENT_BYTES",
-    "NO_WAIT",
     "ONLY_ENVELOPE",
+    "OS",
     "PART",
     "PART_AND_ENVELOPE",
     "PART_BYTES",
@@ -82,7 +82,6 @@ __all__ = [
     "pack_role",
     "pack_slot",
     "part_checksum",
-    "policy_of",
     "slot_unpacker",
     "unpack_head",
     "unpack_header",
@@ -143,7 +142,7 @@ UNUSUAL = 0xFF & ~KNOWN_FLAGS | WHOLE | CHECKPOINT_FRAME
 
 # What a frame can be promised: the operating system has it, it is synced now and then, it is
 # synced, it is on the replica too.
-NO_WAIT, BATCH, SYNC, REPLICA = range(4)
+OS, BATCH, SYNC, REPLICA = range(4)
 
 # Limits, checked on the way out and on the way in before any memory is taken.
 MAX_OFFSET = 1 << 56  # the commit point is kept in 56 bits
@@ -445,11 +444,6 @@ def _sum_of(columns: list[int], value: int) -> int:
             total ^= column
         value >>= 1
     return total
-
-
-def policy_of(flags: int) -> int:
-    """What a frame with these flags was promised: NO_WAIT, BATCH, SYNC or REPLICA."""
-    return (flags >> POLICY_SHIFT) & 3
 
 
 def envelopes(part: bytes, first: bool) -> dict[int, int]:

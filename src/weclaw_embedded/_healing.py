@@ -24,13 +24,12 @@ from ._copy import Copy, check_is_file, is_same_file
 from ._format import COPY, FIRST, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
 from ._mend import find_slot, has_slot, unreadable
 from ._options import StoreOptions
-from ._paths import read_header
 from ._recovery import recover_copy
 from ._scan import BadPartError, check_part
 from ._scratch import scratch_of
 from ._stream import DATA, MAX_DATA, SEGMENT, STATE, Hello, State, StreamError
 from .errors import CorruptError, DiskFullError, StorageError, WeclawError
-from .wal import HEAD, LAST, TAIL, Log
+from .wal import HEAD, LAST, TAIL, Log, read_file_header
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -177,7 +176,7 @@ def look(path: str, header: FileHeader, address: Address, patience_s: float) -> 
         except (OSError, StorageError) as error:
             raise UnreachableError(f"the replica {address} can't be read: {error}") from None
         try:
-            if not _files.size(fd) or read_header(fd, address).store_id != header.store_id:
+            if not _files.size(fd) or read_file_header(fd, address).store_id != header.store_id:
                 return None
             copy = Copy.look(address)
         except (OSError, WeclawError) as error:

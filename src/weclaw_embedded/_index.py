@@ -67,11 +67,6 @@ class Tx(Many, Ask, Forget):
 
     main: Any = None  # LMDB's handle of the one database
 
-    @property
-    def sequence(self) -> int:
-        """Changes with every commit that changed anything, by whichever process."""
-        return self._sequence
-
     def clear(self) -> None:
         """Empty the index, to be folded anew: what it had is of no use any more."""
         self._use_rows().drop(self.main, delete=False)
@@ -174,10 +169,6 @@ class Room:
             except DiskFullError:
                 self.is_short = True
 
-    def used_bytes(self) -> int:
-        """Return what the index takes on disk, the reserve not counted."""
-        return (self.env.info()["last_pgno"] + 1) * self._page_bytes
-
 
 class Index:
     """One open index; made by `Index.open`.  Not for two threads at once.
@@ -271,10 +262,6 @@ class Index:
     def sync(self) -> None:
         """Have all of it on stable storage when this returns."""
         self.room.env.sync(True)
-
-    def used_bytes(self) -> int:
-        """Return what the index takes on disk, the reserve not counted."""
-        return self.room.used_bytes()
 
     def close(self, *, sync: bool = False) -> bool:
         """Close it; an open transaction is taken back. False when it was to be synced and could not

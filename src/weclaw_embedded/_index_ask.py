@@ -327,10 +327,10 @@ class Ask(Change):
         reach[priority] = index
         return None
 
-    def peek(self, group: GroupState, n: int, now_us: int, *, visible: int = NEVER) -> list[int]:
-        """Return what would be delivered next, in that order."""
+    def peek(self, group: GroupState, n: int, now_us: int) -> list[int]:
+        """Return what would be delivered next, in that order, were all of it visible."""
         self.move_due(group, now_us)
-        return self.pick(group, n, visible=visible, now_us=now_us, suspects=ALL_SUSPECTS).offsets
+        return self.pick(group, n, visible=NEVER, now_us=now_us, suspects=ALL_SUSPECTS).offsets
 
     # What is held or waits
 

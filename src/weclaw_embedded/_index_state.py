@@ -106,11 +106,6 @@ class State:
 
     # The transaction
 
-    @property
-    def open(self) -> bool:
-        """Whether a transaction is open."""
-        return self._txn is not None
-
     def abort(self) -> None:
         """Take back all of it; what is known in memory is read again. May be called again, as where
         it was broken off.

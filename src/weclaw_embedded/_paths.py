@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from . import _clock, _disk, _files, _lost_header
-from ._format import HEADER_BYTES, FileHeader, unpack_header
+from ._format import FileHeader
 from ._scratch import PAGE_NAME, scratch_of
 from ._shared import SharedPage
 from .errors import (
@@ -31,7 +31,7 @@ from .errors import (
     StorageError,
     StoreFailedError,
 )
-from .wal import TAIL, Log
+from .wal import TAIL, Log, read_file_header
 
 logger = logging.getLogger("weclaw_embedded")
 
@@ -233,17 +233,12 @@ def create(path: str, segment_bytes: int) -> None:
         )
 
 
-def read_header(fd: int, path: str) -> FileHeader:
-    """What the file says about itself. Raises NotAQueueError, FormatVersionError, CorruptError."""
-    return unpack_header(_files.read_at(fd, HEADER_BYTES, 0), path)
-
-
 def find_header(fd: int, path: str, to_write: bool) -> FileHeader:
-    """`read_header`; where that is lost, what it must have been. To write, only where the scratch
-    folder knows whose file it was: else it may be a replica's copy.
+    """`read_file_header`; where that is lost, what it must have been. To write, only where the
+    scratch folder knows whose file it was: else it may be a replica's copy.
     """
     try:
-        return read_header(fd, path)
+        return read_file_header(fd, path)
     except (NotAQueueError, CorruptError):
         store_id = SharedPage.store_id_at(os.path.join(scratch_of(path), PAGE_NAME))
         header = _lost_header.rebuilt(fd, store_id)

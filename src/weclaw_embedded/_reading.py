@@ -59,6 +59,7 @@ _NO_WINDOW: _Window = (1, 0, b"", 0)
 _Part: TypeAlias = tuple[int, bytes, dict[int, int], int, int]
 _NO_PART: _Part = (0, b"", {}, 0, 0)
 _ALONE_BYTES = PART_BYTES + ENVELOPE_BYTES  # what stands before the only record of a frame
+_REST_END = PART_BYTES + REST.size  # where the rest of a record begins in a part that goes on
 
 
 class Reading(Segments):
@@ -313,10 +314,10 @@ class Reading(Segments):
                 segment += 1
                 following = (segment << self.bits) + SLOT_BYTES
                 commit_flags, other_us, part = check_part(self, following, self.limit(segment))
-                rest = REST.unpack_from(part, PART_BYTES)[0] if len(part) > 28 else -1
+                rest = REST.unpack_from(part, PART_BYTES)[0] if len(part) > _REST_END else -1
                 if commit_flags & FIRST or other_us != time_us or rest != missing:
                     raise BadPartError(following, "the record isn't continued")
-                piece = part[28 : 28 + missing]
+                piece = part[_REST_END : _REST_END + missing]
                 pieces.append(piece)
                 missing -= len(piece)
         except BadPartError as bad:
@@ -400,16 +401,14 @@ class Reading(Segments):
                 following = None
             return 0 if following is None else following.prev_salt
 
-    def frames(
-        self, start: int, end: int, *, check: bool = True, on_damage: OnDamage | None = None
-    ) -> Iterator[Frame]:
+    def frames(self, start: int, end: int, *, on_damage: OnDamage | None = None) -> Iterator[Frame]:
         """Yield the frames, each checked and whole.
 
         From `start`, a frame's offset or the beginning of a segment, up to `end`.  Damage is told
         to `on_damage(offset, reason)` and passed over; without it, CorruptError.  LookupError
         when `start` is no longer kept.
         """
-        return walk(self, start, end, check=check, on_damage=on_damage)
+        return walk(self, start, end, on_damage=on_damage)
 
     def stretches(self, start: int, end: int, *, on_damage: OnDamage) -> Iterator[Stretch | Frame]:
         """Yield what `frames` does, many at once where they stand whole in one segment: to go

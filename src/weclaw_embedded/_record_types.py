@@ -316,7 +316,7 @@ class Carry(NamedTuple):
 
 
 class Clean(NamedTuple):
-    """Nothing is said; written at a clean close and after recovery to vouch for all before."""
+    """Nothing is said; written at a clean close to vouch for all before."""
 
 
 class Void(NamedTuple):

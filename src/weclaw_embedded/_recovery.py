@@ -70,7 +70,7 @@ def recover(
             # The cache may hold what the disk never got: look at the disk.
             _files.sync_data(log.fd)
     if failed or not cache_is_true:
-        _files.drop_cache(log.fd, 0, 0)
+        _files.drop_cache(log.fd)
     log.is_overwritten = False
     find_segments(log)
     labelled = [] if log.readonly else label_lost(log)
@@ -113,7 +113,7 @@ def recover_copy(log: Slots) -> None:
     last segment with nothing in it yet goes too; it comes again.
     """
     _files.sync_data(log.fd)
-    _files.drop_cache(log.fd, 0, 0)
+    _files.drop_cache(log.fd)
     if look_at_copy(log):
         _cut(log, log.state.words[TAIL])
     log.state.words[WRITING] = 0

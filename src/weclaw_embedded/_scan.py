@@ -202,12 +202,9 @@ def walk(
     check: bool = True,
     on_damage: OnDamage | None = None,
     open_end: bool = False,
-    budget: Budget | None = None,
 ) -> Iterator[Frame]:
     """Yield the frames that `stretches` finds, one by one."""
-    for found in stretches(
-        log, start, end, check=check, on_damage=on_damage, open_end=open_end, budget=budget
-    ):
+    for found in stretches(log, start, end, check=check, on_damage=on_damage, open_end=open_end):
         if isinstance(found, Stretch):
             yield from _frames(found)
         else:
@@ -245,7 +242,6 @@ def stretches(
     check: bool = True,
     on_damage: OnDamage | None = None,
     open_end: bool = False,
-    budget: Budget | None = None,
     on_commit: OnCommit | None = None,
 ) -> Iterator[Stretch | Frame]:
     """Yield all frames from `start` (a boundary, or the beginning of a segment) up to `end`: many
@@ -259,6 +255,7 @@ def stretches(
     bits = log.bits
     words = log.state.words
     first_kept = words[HEAD]
+    budget = Budget()
     # Later parts are passed over if their frame was reported as damaged, or began before `start`.
     broken = start >> bits > first_kept and start & (log.segment_bytes - 1) <= SLOT_BYTES
     offset = start
@@ -307,7 +304,6 @@ def stretches(
                 except BadPartError as bad:
                     if on_commit is not None:
                         on_commit(_commit_at(log, offset, stop))
-                    budget = budget or Budget()
                     offset = _pass_over(
                         log, bad, offset, stop, shift, salt, on_damage, open_end, budget, broken
                     )

@@ -17,6 +17,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import _clock
+from ._format import BATCH as BATCH
+from ._format import OS as OS
+from ._format import REPLICA as REPLICA
+from ._format import SYNC as SYNC
 from ._index import IndexFullError, Tx
 from ._shared import OPTIONS_SEQ, SYNC_HIGH
 from .errors import DiskFullError, Full
@@ -32,8 +36,6 @@ S = TypeVar("S", bound="Session")
 
 logger = logging.getLogger("weclaw_embedded")
 
-# Flush policies, as frames carry them.
-OS, BATCH, SYNC, REPLICA = range(4)
 POLICIES: Final = {"os": OS, "batch": BATCH, "sync": SYNC}
 ALL: Final = (1 << 64) - 1
 

@@ -41,7 +41,6 @@ FIRST_SYNC = 24  # start of the first such frame not yet below the commit point
 DEAD_SEQ = 25  # changes whenever an owner is found dead
 WAITERS = 26  # owners that wait for messages, and `FOR_SETTLED` times those for what is settled
 OWNERS_HIGH = 27  # slots ever used
-NONCE = 28  # of this page
 LOG_DEVICE = 29
 LOG_INODE = 30
 LOG_BIRTH = 31
@@ -201,7 +200,6 @@ class SharedPage(LogState):
         words[LOG_DEVICE], words[LOG_INODE], words[LOG_BIRTH] = (n & _MASK64 for n in identity)
         words[DISK] = disk & _MASK64
         words[DEAD_SEQ] = secrets.randbits(62)
-        words[NONCE] = secrets.randbits(62)
         words[CHECKED] = 1
 
     def share_unread(self, places: list[tuple[int, int]]) -> None:

@@ -135,7 +135,9 @@ class Waker:
         self._closed = False
 
     def add(self, waiter: Waiter) -> None:
-        """Register a waiter; to be called while the write lock is held, before giving it back."""
+        """Register a waiter; to be called while the write lock is held, before giving it back, or
+        before looking once more.
+        """
         with self._lock:
             if self._fd < 0:
                 self._open(waiter.kind)

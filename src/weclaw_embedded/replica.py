@@ -19,12 +19,12 @@ from ._format import DEFAULT_SEGMENT_BYTES, FENCED, PRIMARY
 from ._healing import ask
 from ._opening import RECEIVER
 from ._options import store_options
-from ._paths import check_path, full_path, read_header, typed_errors
+from ._paths import check_path, full_path, typed_errors
 from ._receiver import serve
 from ._recovery import recover_copy
 from ._shared import IS_COPY, REPLICATION
 from .errors import FencedError, StorageError
-from .wal import Log, LogState
+from .wal import Log, LogState, read_file_header
 
 __all__ = ["Node", "node", "node_behind", "promote", "receive"]
 
@@ -102,7 +102,7 @@ def _promote(name: str) -> int:
             f"there is no file at {name}; nothing was changed; check the path"
         ) from None
     try:
-        header = read_header(fd, name)
+        header = read_file_header(fd, name)
         lock_copy(fd, name, 0.0)
         role, fenced_by = read_role(fd, header)
         if role == PRIMARY:

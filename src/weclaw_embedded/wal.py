@@ -135,12 +135,9 @@ class Log(Appending):
 
         _names.create_whole(path, write, replace_empty=True)
 
-    def write_header(self, *, epoch: int | None = None) -> FileHeader:
+    def write_header(self, *, epoch: int) -> FileHeader:
         """Rewrite the header block with another epoch, durably, one copy after the other."""
-        old = self.header
-        header = old._replace(
-            epoch=old.epoch if epoch is None else epoch, generation=old.generation + 1
-        )
+        header = self.header._replace(epoch=epoch, generation=self.header.generation + 1)
         block = pack_header(header)
         for at in (0, HEADER_BYTES // 2):
             _files.write_at(self.fd, [block[at : at + HEADER_COPY_BYTES]], at)
