@@ -31,10 +31,10 @@ from weclaw_embedded._format import (
     pack_header,
     pack_slot,
     part_checksum,
+    slot_unpacker,
     unpack_end,
     unpack_head,
     unpack_header,
-    unpack_slot,
     unseed,
 )
 from weclaw_embedded.errors import CorruptError, FormatVersionError, NotAQueueError
@@ -141,13 +141,13 @@ def test_a_slot_header_comes_back_equal(
     )
     packed = pack_slot(slot, STORE_ID)
     assert len(packed) == SLOT_BYTES
-    assert unpack_slot(packed, STORE_ID, S) == slot
-    assert unpack_slot(packed, bytes(16), S) is None
-    assert unpack_slot(packed[:-1], STORE_ID, S) is None
+    assert slot_unpacker(STORE_ID, S)(packed) == slot
+    assert slot_unpacker(bytes(16), S)(packed) is None
+    assert slot_unpacker(STORE_ID, S)(packed[:-1]) is None
     at = data.draw(st.integers(0, SLOT_BYTES - 1))
     damaged = bytearray(packed)
     damaged[at] ^= 1
-    assert unpack_slot(bytes(damaged), STORE_ID, S) is None
+    assert slot_unpacker(STORE_ID, S)(bytes(damaged)) is None
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_a_slot_header_comes_back_equal(
 def test_a_slot_header_that_makes_no_sense_is_none(change: dict[str, int]) -> None:
     """Values out of range are refused though the checksum is right."""
     slot = SlotHeader(5, 1, 2, 4 * S + 64, 0, 1, 0, 0)
-    assert unpack_slot(pack_slot(slot, STORE_ID), STORE_ID, S) == slot
+    assert slot_unpacker(STORE_ID, S)(pack_slot(slot, STORE_ID)) == slot
     changed = slot._replace(**change)
-    assert unpack_slot(pack_slot(changed, STORE_ID), STORE_ID, S) is None
+    assert slot_unpacker(STORE_ID, S)(pack_slot(changed, STORE_ID)) is None
 
 
 def test_the_head_record_counts_only_when_whole() -> None:

@@ -40,7 +40,6 @@ from ._format import (
     pack_role,
     pack_slot,
     unpack_role,
-    unpack_slot,
 )
 from ._log_end import is_whole, look_at_copy
 from ._opening import IN_USE, RECEIVER
@@ -313,7 +312,7 @@ class Copy:
         """A further segment begins, with this header."""
         log = self.log
         words = log.state.words
-        header = unpack_slot(packed, self.header.store_id, log.segment_bytes)
+        header = log.unpack_slot(packed)
         if header is None or not (self.empty or header.segment > words[LAST]):
             raise StreamError("a segment began that can't follow what the copy has")
         number = header.segment
@@ -327,9 +326,8 @@ class Copy:
             _files.write_at(self.fd, [pack_head(number, self.header.store_id)], HEAD_RECORD_AT)
             self.empty = False
         slot = log.take_slot(spare=True)
-        position = log.slot_position(slot)
-        _files.write_at(self.fd, [packed], position + log.segment_bytes - SLOT_BYTES)
-        _files.write_at(self.fd, [packed], position)
+        for at in reversed(log.header_positions(slot)):
+            _files.write_at(self.fd, [packed], at)
         log.state.slots[slot] = number + 1
         log.taken.discard(slot)
         self._prepared = False

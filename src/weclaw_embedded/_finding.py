@@ -228,8 +228,7 @@ def _unread_slots(log: Segments, look: _Look) -> list[int]:
     """The slots of which the disk reads no header, so that nobody knows what is in them."""
     found = []
     for slot in range(look.n_slots):
-        position = log.slot_position(slot)
-        copies = (position, position + log.segment_bytes - SLOT_BYTES)
+        copies = log.header_positions(slot)
         if slot not in look.headers and all(log.is_unread(at, SLOT_BYTES) for at in copies):
             found.append(slot)
     return found
@@ -295,9 +294,8 @@ def begins_with_part(data: bytes, salt: int, offset: int) -> bool:
 
 def erase_header(log: Segments, slot: int) -> None:
     """Make a slot one that is in no use, at both its ends."""
-    position = log.slot_position(slot)
-    _files.zero_fill(log.fd, position, SLOT_BYTES)
-    _files.zero_fill(log.fd, position + log.segment_bytes - SLOT_BYTES, SLOT_BYTES)
+    for at in log.header_positions(slot):
+        _files.zero_fill(log.fd, at, SLOT_BYTES)
 
 
 def _complete_last_slot(log: Segments, n_slots: int) -> None:
@@ -317,7 +315,7 @@ def _complete_last_slot(log: Segments, n_slots: int) -> None:
 def restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
     """Write damaged copies of headers (of slots too, if wanted) anew, from the good ones."""
     healed = []
-    block = _files.read_at(log.fd, HEADER_BYTES, 0)
+    block, _ = _files.read_around(log.fd, HEADER_BYTES, 0)
     packed = pack_header(log.header)
     bad = [
         at
@@ -330,12 +328,12 @@ def restore_copies(log: Segments, *, slots: bool) -> list[tuple[int, str]]:
         healed.append((0, HEADER_HEALED if len(bad) == 1 else HEADER_REBUILT))
     # The last one always: whoever began it may have been killed between its two headers.
     for segment in log.segments() if slots else log.segments()[-1:]:
-        position = log.slot_position(log.slot_of(segment))
-        header = log.read_slot(log.slot_of(segment))
+        slot = log.slot_of(segment)
+        header = log.read_slot(slot)
         if header is None:
             continue
         copy = pack_slot(header, log.header.store_id)
-        for at in (position, position + log.segment_bytes - SLOT_BYTES):
+        for at in log.header_positions(slot):
             if log.bytes_at(SLOT_BYTES, at) != copy:
                 _files.write_at(log.fd, [copy], at)
                 healed.append((segment << log.bits, "a copy of the slot header was damaged"))

@@ -86,7 +86,6 @@ __all__ = [
     "unpack_head",
     "unpack_header",
     "unpack_role",
-    "unpack_slot",
 ]
 
 MAGIC = b"weclaw queue\r\n\x1a\n"
@@ -380,13 +379,10 @@ def pack_slot(slot: SlotHeader, store_id: bytes) -> bytes:
     return SLOT_MAGIC + _CRC.pack(crc32(fields, crc32(store_id))) + fields
 
 
-def unpack_slot(data: bytes, store_id: bytes, segment_bytes: int) -> SlotHeader | None:
-    """Read a slot header; None when these bytes are none of this file's."""
-    return slot_unpacker(store_id, segment_bytes)(data)
-
-
 def slot_unpacker(store_id: bytes, segment_bytes: int) -> Callable[[bytes], SlotHeader | None]:
-    """What does as `unpack_slot` for one file: an opening reads thousands."""
+    """What reads a slot header of one file, of which an opening reads thousands; it returns None
+    for bytes that are none.
+    """
     seed = crc32(store_id)
     most = MAX_OFFSET // segment_bytes - 2
     nearest, farthest = SLOT_BYTES - segment_bytes, -SLOT_BYTES

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from . import _files, _stream
 from ._channel import Address, Channel, LinkDownError, RefusedError, describe, normal, read_record
 from ._copy import Copy, check_is_file, is_same_file
-from ._format import COPY, FIRST, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader, unpack_slot
+from ._format import COPY, FIRST, PART_BYTES, SLOT_BYTES, FileHeader, SlotHeader
 from ._mend import find_slot, has_slot, unreadable
 from ._options import StoreOptions
 from ._recovery import recover_copy
@@ -251,7 +251,7 @@ def _continues(mine: Copy, source: Source) -> bool:
     if not end:
         return source.state.head == mine.log.state.words[HEAD] == 0
     segment = last >> mine.log.bits
-    slot = unpack_slot(source.slot(segment), mine.header.store_id, mine.header.segment_bytes)
+    slot = mine.log.unpack_slot(source.slot(segment))
     if slot is None or slot.salt != mine.log.place(segment)[1]:
         return False
     return source.read(last, PART_BYTES)[:4] == crc.to_bytes(4, "little")
@@ -265,7 +265,7 @@ def _follow(copy: Copy, source: Source) -> None:
         at = 0 if copy.empty else copy.tail
         segment = at >> bits
         packed = b"" if segment == until >> bits else source.slot(segment + 1)
-        following = unpack_slot(packed, copy.header.store_id, copy.header.segment_bytes)
+        following = copy.log.unpack_slot(packed)
         end = until if segment == until >> bits else following.prev_end if following else 0
         while at < end:
             data = source.read(at, end - at)
@@ -392,11 +392,8 @@ def _end_of_segment(log: Log, offset: int) -> int:
 
 def _fetch(source: Source, log: Log, lacks: list[_Lack]) -> list[_Found]:
     found = []
-    header = log.header
     for lack in lacks:
-        slot = unpack_slot(
-            source.slot(lack.begin >> log.bits), header.store_id, header.segment_bytes
-        )
+        slot = log.unpack_slot(source.slot(lack.begin >> log.bits))
         if slot is None:
             continue
         at = lack.begin + (SLOT_BYTES if lack.is_segment else 0)

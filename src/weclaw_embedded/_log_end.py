@@ -37,7 +37,6 @@ from ._format import (
     VOUCH,
     Stretch,
     unpack_header,
-    unpack_slot,
 )
 from ._scan import BadPartError, Frame, collect, stretches
 from ._segments import CHECKPOINT, COMMIT, HEAD, LAST, TAIL, Segments
@@ -303,12 +302,11 @@ def verify(log: Segments, seen: Callable[[int, int], None] | None = None) -> lis
     head, tail = words[HEAD], words[TAIL]
     for segment in log.segments():
         try:
-            position = log.slot_position(log.slot_of(segment))
+            copies = log.header_positions(log.slot_of(segment))
         except KeyError:
             continue  # freed while we looked; one that lost its headers is found below
-        for name, at in (("first", 0), ("second", log.segment_bytes - SLOT_BYTES)):
-            data = log.bytes_at(SLOT_BYTES, position + at)
-            header = unpack_slot(data, log.header.store_id, log.segment_bytes)
+        for name, at in zip(("first", "second"), copies, strict=True):
+            header = log.unpack_slot(log.bytes_at(SLOT_BYTES, at))
             if (header is None or header.segment != segment) and not log.is_gone(segment):
                 found.append((segment << log.bits, f"the {name} slot header is damaged"))
 

@@ -41,8 +41,7 @@ def label_lost(log: Segments) -> list[int]:
     while (lost := find_lost(log)) is not None:
         slot, header = lost
         copy = pack_slot(header, log.header.store_id)
-        position = log.slot_position(slot)
-        for at in (position, position + log.segment_bytes - SLOT_BYTES):
+        for at in log.header_positions(slot):
             _files.write_at(log.fd, [copy], at)
         _files.sync_data(log.fd)
         labelled.append(header.segment)

@@ -17,13 +17,12 @@ from typing import Final
 
 from . import _clock, _delivery, _files, _names, _records
 from ._engine import Engine
-from ._finding import begins_with_part
+from ._finding import begins_with_part, restore_copies
 from ._format import (
     ENVELOPE,
     ENVELOPE_BYTES,
     HEAD_RECORD_AT,
     HEADER_BYTES,
-    HEADER_COPY_BYTES,
     PART,
     PART_BYTES,
     SLOT_BYTES,
@@ -197,7 +196,7 @@ def _repair(
             # What went on in the next segment was passed over with its beginning: now it stands
             # there alone.
             before, spots = spots, unreadable(look, log.head_offset, log.state.words[TAIL])
-        _write_headers(log)
+        restore_copies(log, slots=True)
         return any(found_again)
 
     is_healed |= engine.run(mend)
@@ -340,21 +339,3 @@ def _blank(log: Log, start: int, end: int) -> None:
     after_crc = PART.pack(0, n, WHOLE, 0)[4:] + body
     crc = part_checksum(after_crc, salt, start)
     _files.write_at(log.fd, [crc.to_bytes(4, "little") + after_crc], start + shift)
-
-
-def _write_headers(log: Log) -> None:
-    """Write damaged copies of the file's header, and both of each slot's, from the good one."""
-    packed = pack_header(log.header)
-    for at in (0, HEADER_BYTES // 2):
-        # Not the good one: the sync comes later, without the lock, and power may fail before it.
-        copy, _ = _files.read_around(log.fd, HEADER_COPY_BYTES, at)
-        if copy != packed[at : at + HEADER_COPY_BYTES]:
-            _files.write_at(log.fd, [packed[at : at + HEADER_COPY_BYTES]], at)
-    for segment in log.segments():
-        slot = log.slot_of(segment)
-        header = log.read_slot(slot)
-        if header is not None:
-            packed = pack_slot(header, log.header.store_id)
-            position = log.slot_position(slot)
-            _files.write_at(log.fd, [packed], position)
-            _files.write_at(log.fd, [packed], position + log.segment_bytes - SLOT_BYTES)

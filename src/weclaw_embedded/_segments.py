@@ -250,6 +250,11 @@ class Segments:
         """Where a slot begins in the file."""
         return HEADER_BYTES + (slot << self.bits)
 
+    def header_positions(self, slot: int) -> tuple[int, int]:
+        """Where a slot has its header in the file, and its copy."""
+        position = self.slot_position(slot)
+        return position, position + self.segment_bytes - SLOT_BYTES
+
     def slot_of(self, segment: int) -> int:
         """The slot of a segment. Raises KeyError when it has none (any more)."""
         slot = self._find_slot(segment)
@@ -291,13 +296,9 @@ class Segments:
 
     def read_slot(self, slot: int) -> SlotHeader | None:
         """The header of a slot, from whichever end of it has one; None: none there."""
-        position = self.slot_position(slot)
-        data = self.bytes_at(SLOT_BYTES, position)
-        header = self.unpack_slot(data)
-        if header is None:
-            data = self.bytes_at(SLOT_BYTES, position + self.segment_bytes - SLOT_BYTES)
-            header = self.unpack_slot(data)
-        return header
+        begin, end = self.header_positions(slot)
+        header = self.unpack_slot(self.bytes_at(SLOT_BYTES, begin))
+        return header or self.unpack_slot(self.bytes_at(SLOT_BYTES, end))
 
     def segments(self) -> list[int]:
         """The segments kept, oldest first."""

@@ -306,12 +306,12 @@ class Slots(Segments):
         # Not taken for zeroed by anybody, should we die in here.
         self.state.slots[slot] = FREE | SAFE
         self.taken.discard(slot)
-        position = self.slot_position(slot)
+        begin, end = self.header_positions(slot)
         if data is not None:
-            _files.write_at(self.fd, [data], position + SLOT_BYTES)
+            _files.write_at(self.fd, [data], begin + SLOT_BYTES)
         packed = pack_slot(header, self.header.store_id)
-        _files.write_at(self.fd, [packed], position + self.segment_bytes - SLOT_BYTES)
-        _files.write_at(self.fd, [packed], position)
+        _files.write_at(self.fd, [packed], end)
+        _files.write_at(self.fd, [packed], begin)
         self.state.slots[slot] = header.segment + 1
         self.forget()
         self.count_spares()

@@ -34,7 +34,7 @@ def slot(data: bytes) -> None:
     fields = data[:56].ljust(56, b"\0")
     whole = _format.SLOT_MAGIC + struct.pack("<I", crc32(fields, crc32(STORE_ID))) + fields
     for one in (data, whole):
-        found = _format.unpack_slot(one, STORE_ID, SEGMENT)
+        found = _format.slot_unpacker(STORE_ID, SEGMENT)(one)
         if found is not None:
             assert _format.pack_slot(found, STORE_ID) == one[:64]
 
