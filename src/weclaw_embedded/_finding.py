@@ -260,22 +260,24 @@ def _slot_headers(log: Segments, n_slots: int) -> dict[int, SlotHeader]:
 def _chosen(log: Segments, headers: dict[int, SlotHeader], head: int) -> dict[int, int]:
     """The slot of each segment from the head on, where several claim one the best of them."""
     chosen: dict[int, int] = {}
+    lives: set[tuple[int, int]] = set()  # of segments, once two slots claim one
     for slot, header in headers.items():
+        if header.segment < head:
+            continue
         other = chosen.get(header.segment)
-        if header.segment >= head and (
-            other is None or _rank(log, headers, slot) > _rank(log, headers, other)
-        ):
-            chosen[header.segment] = slot
+        if other is not None:
+            lives = lives or {(one.segment, one.salt) for one in headers.values()}
+            if _rank(log, header, slot, lives) <= _rank(log, headers[other], other, lives):
+                continue
+        chosen[header.segment] = slot
     return chosen
 
 
-def _rank(log: Segments, headers: dict[int, SlotHeader], slot: int) -> tuple[bool, int, bool, int]:
+def _rank(
+    log: Segments, header: SlotHeader, slot: int, lives: set[tuple[int, int]]
+) -> tuple[bool, int, bool, int]:
     """Which of two slots with the same segment is the real one: the greater."""
-    header = headers[slot]
-    linked = any(
-        other.segment == header.segment - 1 and other.salt == header.prev_salt
-        for other in headers.values()
-    )
+    linked = (header.segment - 1, header.prev_salt) in lives
     begin = (header.segment << log.bits) + SLOT_BYTES
     data = _files.read_at(
         log.fd, log.segment_bytes - 2 * SLOT_BYTES, log.slot_position(slot) + SLOT_BYTES
