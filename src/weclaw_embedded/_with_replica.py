@@ -39,7 +39,7 @@ class WithReplica(Part):
 
     def __init__(self, opened: Opened) -> None:
         super().__init__(opened)
-        self.making = threading.Lock()  # held to make `replication`
+        self._taking_part = threading.Lock()  # guards `replication`, while it is given
 
     def replica_lag(self) -> int | None:
         """Bytes that the replica is behind; None without one."""
@@ -89,7 +89,7 @@ class WithReplica(Part):
 
     def take_part(self, replication: Any) -> bool:
         """Keep this as the process's part in feeding the replica; False if it has one."""
-        with self.making:
+        with self._taking_part:
             if self.closed or self.replication is not None:
                 return False
             self.replication = replication
