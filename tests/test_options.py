@@ -35,6 +35,12 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(f"{prefix}{option.variable}", raising=False)
 
 
+@pytest.mark.parametrize("start", ["late", b"earliest", 1.5])
+def test_where_a_group_may_begin_is_told_in_full(start: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="'earliest', 'latest' or an offset"):
+        queue_options({"start": start})
+
+
 def test_the_defaults_are_those_of_the_documentation() -> None:
     store = store_options({})
     assert store == StoreOptions(

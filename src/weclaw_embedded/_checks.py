@@ -207,10 +207,13 @@ def function(name: str, value: Any) -> Callable[..., Any]:
 
 def start(name: str, value: Any) -> str | int:
     """Where a group begins."""
+    told = f"{name} must be 'earliest', 'latest' or an offset, not {value!r}"
     if isinstance(value, str):
-        return one_of("earliest", "latest")(name, value)
+        if value not in ("earliest", "latest"):
+            raise ValueError(told)
+        return value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be 'earliest', 'latest' or an offset, not {value!r}")
+        raise TypeError(told)
     return check_count(name, value, 0, 2**56 - 1)
 
 
