@@ -116,6 +116,15 @@ def test_every_attribute_is_on_the_page(kind: Any) -> None:
             assert f"`{name}`" in PAGE, name
 
 
+def test_what_a_worker_counts_is_on_the_page(tmp_path: Path) -> None:
+    """It has these once it is made, not as a class."""
+    with weclaw.Queue(tmp_path / "tasks.wq") as q:
+        counts = [name for name in vars(weclaw.Worker(q, print)) if name[0] != "_"]
+    assert counts
+    for name in counts:
+        assert f"`{name}`" in PAGE, name
+
+
 def test_every_name_of_the_package_is_on_the_page() -> None:
     for name in weclaw.__all__:
         if not name.startswith("__"):
