@@ -865,6 +865,9 @@ def test_a_copy_that_went_its_own_way_is_refused(
     with weclaw.Queue(copy) as own:
         own.put("own")
     assert "was not promoted" in caplog.text
+    with pytest.raises(weclaw.StorageError, match="no copy"):  # too late, as the warning says
+        replica.promote(copy)
+    assert "before anything is changed" in caplog.text
     assert replica.node(copy).role == "primary"
     q = open_queue(sync_replica=True, replica=copy, replica_timeout=0.5)
     with pytest.raises(weclaw.ReplicaUnavailableError):
