@@ -161,9 +161,9 @@ class CopySession(Session):
         engine = self.engine
         logger.warning(
             "%s is a replica's copy and was not promoted; it is changed now, so it is a queue of "
-            "its own, and its primary will refuse it as one that went its own way; use only this one "
-            "from now on, or only the primary, with another place for its replica; taking over is "
-            "done by `weclawctl promote`, before anything is changed",
+            "its own, and its primary will refuse it as one that went its own way; use only this "
+            "one from now on, or only the primary, with another place for its replica; taking over "
+            "is done by `weclawctl promote`, before anything is changed",
             engine.path,
         )
         write_role(engine.fd, engine.header, PRIMARY)
