@@ -181,7 +181,9 @@ def _repair(
         found_again = [_give_slot(session, segment) for segment in reversed(lost_segments(log))]
         before: list[tuple[int, int, str]] = []
         look = log.at_rest()
-        spots = unreadable(look, log.head_offset, log.state.words[TAIL])
+        # Others wait for this: what stands before the first that was found was good just now.
+        first = found[0][0]
+        spots = unreadable(look, first, log.state.words[TAIL])
         for place in look.unread:
             if not log.is_known_unread(place):
                 raise log.cannot_read(place[0], place[1] - place[0])
@@ -195,7 +197,7 @@ def _repair(
                 _blank(log, start, end)
             # What went on in the next segment was passed over with its beginning: now it stands
             # there alone.
-            before, spots = spots, unreadable(look, log.head_offset, log.state.words[TAIL])
+            before, spots = spots, unreadable(look, first, log.state.words[TAIL])
         restore_copies(log, slots=True)
         return any(found_again)
 
