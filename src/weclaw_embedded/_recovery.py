@@ -101,6 +101,9 @@ def recover(
             _go_on(log, end, begin_segment)
             if log.known_end > words[TAIL]:
                 log.record_end(words[TAIL])  # what is missing is told of by where it would stand
+        if words[COMMIT] > max(log.known_end, (words[LAST] << log.bits) + SLOT_BYTES):
+            # Until something is written there is no frame that would vouch for the last one.
+            log.record_end(words[COMMIT])
         find_spares(log, words[TAIL] + 1 if cache_is_true else 0)
     recovery.tail = words[TAIL]
     return recovery

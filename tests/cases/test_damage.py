@@ -560,3 +560,21 @@ def test_the_index_of_a_killed_process_is_gone_on_with(path, tmp_path):
     with weclaw.open(path) as store:
         store.queue().get().release()
     assert index.samefile(tmp_path / "kept")
+
+
+def test_what_a_recovery_kept_is_missed_when_it_rots(path: Path, tmp_path: Path) -> None:
+    """Also the last message, and before anything was written behind it: it is no torn end."""
+    killed, recovered = tmp_path / "killed.wq", tmp_path / "recovered.wq"
+    with weclaw.Queue(path) as q:
+        q.put("first")
+        q.put("last" * 10)
+        shutil.copy(path, killed)
+    with weclaw.open(killed):
+        shutil.copy(killed, recovered)
+    data = bytearray(recovered.read_bytes())
+    data[data.rindex(b"lastlast")] ^= 1
+    recovered.write_bytes(data)
+    with weclaw.Queue(recovered) as q:
+        assert q.store.verify()
+        assert q.stats().damaged == 1
+        assert q.get(block=False).body == "first"
