@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -42,10 +43,17 @@ logger = logging.getLogger("weclaw_embedded")
 class Holder:
     """Whose leases are handed back together: those of a queue, and with it of its store."""
 
-    __slots__ = ("store",)
+    __slots__ = ("_queue", "store")
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, queue: Handle) -> None:
         self.store = store
+        self._queue = weakref.ref(queue)  # a lease keeps no queue that its user has dropped
+
+    def judge(self, session: Session) -> None:
+        """Count what ran out, by the queue's own retry policy."""
+        queue = self._queue()
+        if queue is not None:
+            queue._swept(session)
 
 
 class _Untold:

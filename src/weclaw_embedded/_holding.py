@@ -171,6 +171,23 @@ class Holding(Part):
         """Note the segment in which that is written by now."""
         self.introduced_in = segment
 
+    def judge_late(self, belongs: Callable[[Any], bool]) -> None:
+        """Before a close: have counted what ran out by holders of which `belongs(holder)` is true,
+        and nobody noticed. Handed back it would burn no retry, so that what overruns its lease in
+        one short-lived process after the other would never be dead.
+        """
+        if self.closed or self.forked or self.page.words[FAILED] or self._failure:
+            return
+        now_ns = _clock.monotonic_ns()
+        holders = {one.holder for one in [*self.held] if one.deadline_ns <= now_ns}
+        for holder in filter(belongs, holders):
+            try:
+                self.run(holder.judge)
+            except StoreFailedError:
+                self.failed_quietly = True  # the end of the close tells it
+            except (StorageError, ClosedError):
+                pass  # met again by the hand-back, which tells what is to be told
+
     def hand_back(self, belongs: Callable[[Any], bool]) -> None:
         """Release, uncounted, what was leased by holders of which `belongs(holder)` is true, and
         flush. Raises what fails here first, nothing after a failure, nor when the file was fenced.

@@ -334,6 +334,9 @@ class ReadonlyEngine(Engine):
     def flush(self) -> None:
         """Nothing is written, so nothing is to be flushed."""
 
+    def judge_late(self, belongs: Callable[[Any], bool]) -> None:
+        """Nothing is leased by who only looks."""
+
     def hand_back(self, belongs: Callable[[Any], bool]) -> None:
         """Nothing is held."""
 

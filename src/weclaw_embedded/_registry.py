@@ -120,6 +120,11 @@ def _forget(engine: Engine) -> bool:
 @atexit.register
 def _close_all() -> None:
     """A normal end of the interpreter waits for what is to be told, hands leases back, flushes."""
+    with _registry_lock:
+        engines = [*_engines.values()]
+    for engine in engines:
+        with contextlib.suppress(Exception):
+            engine.judge_late(lambda holder: True)
     until_s = time.monotonic() + _TELL_S
     for telling in list(_telling):
         telling.wait_told(until_s)

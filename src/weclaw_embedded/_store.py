@@ -285,17 +285,21 @@ class Store:
         if not self._closing.acquire(blocking=False):
             return  # two threads that close at once are one closing
         try:
+            self._shared.judge_late(self._is_mine)
             for queue in self._open_queues():
                 queue._tell_untold()
                 queue._closed = True
             self._closed = True
             if not self._shared.forked:
                 self._shared.waker.wake_all()
-                self._shared.hand_back(lambda holder: getattr(holder, "store", None) is self)
+                self._shared.hand_back(self._is_mine)
         finally:
             self._closed = True
             self._shared.forsake(self._options)
             _registry.release(self._shared)
+
+    def _is_mine(self, holder: object) -> bool:
+        return getattr(holder, "store", None) is self
 
     def _drop(self) -> None:
         """Close what was dropped open, from a thread that holds no lock: the garbage collector

@@ -137,7 +137,7 @@ class Queue(Asking):
         self._codec = store._options.codec
         self._encoder = Encoder(store)
         self._policy = POLICIES[store._options.flush]
-        self._holder = Holder(store)
+        self._holder = Holder(store, self)
         self._untold = {}
         self._address = Address(
             options.topic,
@@ -396,9 +396,10 @@ class Queue(Asking):
         """
         if self._closed:
             return
+        engine = self._store._shared
+        engine.judge_late(lambda holder: holder is self._holder)
         self._tell_untold()
         self._closed = True
-        engine = self._store._shared
         if not (self._store._closed or engine.forked):
             engine.waker.wake_all()
         try:

@@ -405,3 +405,31 @@ def test_what_ran_out_and_was_judged_by_others_is_not_remembered_for_ever(
         msg.ack()
     again = open_queue().get(timeout=1.0)
     assert (again.retry_count, again.delivery_count) == (20, 22)
+
+
+@pytest.mark.parametrize("closes", ["queue", "store"])
+def test_a_lease_that_ran_out_before_the_close_is_a_failed_delivery(path: str, closes: str) -> None:
+    """Who overruns his lease and closes has burnt a retry, so that such a message is dead in the
+    end, and `on_dead` is told of it before the file is closed."""
+    letters: list[weclaw.DeadLetter] = []
+    retry = weclaw.RetryPolicy(max_retries=1, backoff=0)
+    retries = []
+    for turn in range(2):
+        store = weclaw.open(path)
+        q = store.queue(visibility_timeout=0.05, retry=retry, on_dead=letters.append)
+        if turn == 0:
+            q.put("slow")
+        msg = q.get(timeout=5)
+        retries.append(msg.retry_count)
+        while datetime.now(timezone.utc) < msg.lease_expires_at:
+            time.sleep(0.01)
+        with pytest.raises(weclaw.LeaseLostError):
+            msg.ack()
+        if closes == "queue":
+            q.close()
+        store.close()
+    assert retries == [0, 1]
+    assert [letter.reason for letter in letters] == ["lease ran out"]
+    with weclaw.Queue(path) as q:
+        assert len(q.dlq) == 1
+        assert q.empty()
