@@ -231,6 +231,25 @@ def test_nothing_is_freed_that_a_replica_may_still_heal(
     assert q._store.verify() == []
 
 
+def test_what_another_thread_healed_meanwhile_is_not_set_aside(
+    open_queue: Callable[..., Any], path: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who read it in vain finds nothing to heal, and the message flows."""
+    made(path, str(copy), clean=True)
+    flip(path, 1)
+    q = open_queue()
+    engine = q._store._engine
+    heal = engine.heal
+
+    def healed_by_another(start: int, end: int, **options: Any) -> bool:
+        assert heal(start, end, **options)
+        return False
+
+    monkeypatch.setattr(engine, "heal", healed_by_another)
+    assert drained(q) == list(range(COUNT))
+    assert q.stats().damaged == 0
+
+
 def test_what_no_replica_has_stops_nothing(
     open_queue: Callable[..., Any], path: Path, copy: Path
 ) -> None:

@@ -235,6 +235,7 @@ class Handle(Waits):
         sets it aside, or puts it off while a replica that may have it can't be asked.
         """
         engine = self._engine
+        asked = -1
         while True:
             try:
                 record, time_us = engine.put_and_time(location)
@@ -252,19 +253,23 @@ class Handle(Waits):
             except (CorruptError, NoRecordError) as error:
                 if not isinstance(error, CorruptError):
                     raise self._set_aside(offset, location, str(error)) from error
-                if self._is_healed(location):
-                    continue
                 wait_s = engine.heal_pause_s()
                 if wait_s > 0:
                     # The replica may have it, and can't be asked now: it is not set aside for good.
                     self._run(_settling.put_off, offset, wait_s)
                     raise
+                if asked != location:
+                    asked = location
+                    self._is_healed(location)
+                    continue  # also where it was not: another thread may have, since it was read
                 raise self._set_aside(offset, location, error.reason) from error
 
     def _met(self, damage: CorruptError) -> bool:
         """A message that was asked for can't be read: heal it, or note it and say so in the log.
         True when it can be read again.
         """
+        if self._engine.heal_pause_s() > 0:
+            return False  # the replica may have it, and can't be asked now
         if self._is_healed(damage.offset):
             return True
         if self._engine.heal_pause_s() <= 0:
